@@ -1,0 +1,34 @@
+# Every target sets up .venv by itself; once that is done the check costs a few hundredths of a second.
+#   make test PYTEST_ARGS="-k ladder"     make demo ARGS="--help"     make setup PYTHON=python3.12
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint demo bench corpora clean
+
+PY := .venv/bin/python
+PYTEST_ARGS ?=
+ARGS ?=
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## */  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup:  ## create or refresh .venv (PYTHON= names an interpreter)
+	@bash scripts/setup_venv.sh
+
+test: setup  ## run the tests (PYTEST_ARGS= adds arguments)
+	$(PY) -m pytest -q -n 2 $(PYTEST_ARGS)
+
+lint: setup  ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+demo: setup  ## the offline demo (ARGS= adds arguments)
+	$(PY) scripts/demo.py $(ARGS)
+
+bench: setup  ## measure this machine (ARGS= adds arguments)
+	$(PY) scripts/bench.py $(ARGS)
+
+corpora: setup  ## build the text corpora under data/ (ARGS= adds arguments)
+	$(PY) scripts/corpora.py $(ARGS)
+
+clean:  ## remove tool caches and build leftovers; .venv, .cache/, data/ and runs/ stay
+	rm -rf .pytest_cache .ruff_cache .mypy_cache build dist
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

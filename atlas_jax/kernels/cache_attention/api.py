@@ -1,0 +1,79 @@
+"""The public cache attention: blocks of the cache are swept up to the longest live sequence, and no further."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from atlas_jax.kernels.numerics import EXACT, widen
+
+
+def write_cache(
+    pool: Float[Array, "S L 2 Hkv Dh"],
+    slots: Int[Array, " N"],
+    positions: Int[Array, "N K"],
+    num_rows: Int[Array, " N"],
+    k: Float[Array, "N K Hkv Dh"],
+    v: Float[Array, "N K Hkv Dh"],
+) -> Float[Array, "S L 2 Hkv Dh"]:
+    """Store the live rows (`row < num_rows`) of each sequence at their positions; dead rows write nothing."""
+    live = jnp.arange(positions.shape[1])[None, :] < num_rows[:, None]
+    # Out of range and dropped, never negative: a negative index would wrap into a live row.
+    rows = jnp.where(live, positions, pool.shape[1])
+    return pool.at[slots[:, None], rows].set(jnp.stack([k, v], axis=2).astype(pool.dtype), mode="drop")
+
+
+def cache_attention(
+    pool: Float[Array, "S L 2 Hkv Dh"],
+    slots: Int[Array, " N"],
+    positions: Int[Array, "N K"],
+    lengths: Int[Array, " N"],
+    q: Float[Array, "N K Hq Dh"],
+    *,
+    block: int = 128,
+) -> Float[Array, "N K Hq Dh"]:
+    """Causal attention of each row over the first `lengths[n]` entries of its own slot, this step's rows included.
+
+    Grouped queries (`Hq / Hkv` per key-value head), scale `Dh^-0.5`, running softmax over blocks in at least float32.
+    Row j attends to cache positions `<= positions[n, j]`. The number of blocks swept follows the longest sequence of
+    the batch and is data, not a shape. Entries at or beyond `lengths` may hold anything, NaN included.
+    A padding sequence (slot `S`, length 0) yields zeros.
+    """
+    n, rows, q_heads, dim = q.shape
+    _, capacity, _, kv_heads, _ = pool.shape
+    block = min(block, capacity)
+    group = q_heads // kv_heads
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    # [N, Hkv, K * group, Dh]: all rows of a sequence share one product per key-value head.
+    query = (q * dim**-0.5).reshape(n, rows, kv_heads, group, dim)
+    query = jnp.moveaxis(query, 2, 1).reshape(n, kv_heads, rows * group, dim)
+    row_position = jnp.repeat(positions, group, axis=1)[:, None, :, None]
+
+    def sweep(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, acc = carry
+        # The last block is shifted back to fit; the entries that it repeats are masked.
+        start = jnp.minimum(index * block, capacity - block)
+        where = start + jnp.arange(block)
+        entry = pool.at[slots[:, None], where[None, :]].get(mode="fill", fill_value=0)
+        live = ((where >= index * block)[None, :] & (where[None, :] < lengths[:, None]))[:, None, None, :]
+        k = jnp.moveaxis(entry[:, :, 0], 1, 2)
+        v = jnp.where(live[:, 0, 0, :, None, None], entry[:, :, 1], 0)
+        scores = widen(jnp.einsum("nhqd,nhbd->nhqb", query, k, precision=EXACT))
+        seen = live & (where[None, None, None, :] <= row_position)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
+        # A row that has seen nothing yet keeps -inf; subtracting 0 instead of -inf keeps exp(-inf - x) finite.
+        anchor = jnp.where(jnp.isneginf(new_top), 0, new_top)
+        weight = jnp.exp(scores - anchor)
+        scale = jnp.exp(top - anchor)
+        new_acc = acc * scale + jnp.einsum("nhqb,nbhd->nhqd", weight, v.astype(wide), precision=EXACT)
+        return new_top, total * scale + weight.sum(axis=-1, keepdims=True), new_acc
+
+    shape = (n, kv_heads, rows * group)
+    start = (jnp.full((*shape, 1), -jnp.inf, wide), jnp.zeros((*shape, 1), wide), jnp.zeros((*shape, dim), wide))
+    blocks = (lengths.max() + block - 1) // block
+    _, total, acc = jax.lax.fori_loop(0, blocks, sweep, start)
+    out = jnp.where(total > 0, acc / jnp.where(total > 0, total, 1), 0).astype(q.dtype)
+    out = out.reshape(n, kv_heads, rows, group, dim)
+    return jnp.moveaxis(out, 1, 2).reshape(n, rows, q_heads, dim)

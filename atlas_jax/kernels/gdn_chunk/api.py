@@ -1,0 +1,35 @@
+"""The public chunked gated delta rule."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from atlas_jax.kernels.gdn_chunk import xla
+
+CHUNK = 32  # of 16, 32 and 64 the fastest forward plus backward on CPUs
+
+
+def gdn_chunk(
+    state: Float[Array, "N Hv Dk Dv"],
+    q: Float[Array, "N T Hk Dk"],
+    k: Float[Array, "N T Hk Dk"],
+    v: Float[Array, "N T Hv Dv"],
+    g: Float[Array, "N T Hv"],
+    beta: Float[Array, "N T Hv"],
+    live: Bool[Array, "N T"] | None = None,
+    *,
+    chunk: int = CHUNK,
+) -> tuple[Float[Array, "N T Hv Dv"], Float[Array, "N Hv Dk Dv"]]:
+    """Fold T rows into the state, chunk by chunk in matrix form, and return every output and the final state.
+
+    Same recurrence and conventions as `gdn_step`; differentiable. Any `g <= 0` is finite in value and gradient,
+    `-inf` included: it forgets the state, which is how packed documents are kept apart. Rows where `live` is false are
+    exact identities whatever they hold, NaN included. T need not be a multiple of `chunk`.
+
+    Source: Gated DeltaNet (arXiv 2412.06464), section 3.3, with all decays as segment sums.
+    """
+    if live is not None:
+        q, k, v = (jnp.where(live[:, :, None, None], x, 0) for x in (q, k, v))
+        g, beta = (jnp.where(live[:, :, None], x, 0) for x in (g, beta))
+    return xla.chunked(state, q, k, v, g, beta, chunk)

@@ -1,0 +1,52 @@
+"""The public GDN step: fold what is committed into the state, run the drafts for outputs only."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from atlas_jax.kernels.gdn_step import xla
+
+
+def gdn_step(
+    pool: Float[Array, "S Hv Dk Dv"],
+    slots: Int[Array, " N"],
+    q: Float[Array, "N K Hk Dk"],
+    k: Float[Array, "N M Hk Dk"],
+    v: Float[Array, "N M Hv Dv"],
+    g: Float[Array, "N M Hv"],
+    beta: Float[Array, "N M Hv"],
+    num_pending: Int[Array, " N"],
+    num_rows: Int[Array, " N"],
+) -> tuple[Float[Array, "N K Hv Dv"], Float[Array, "S Hv Dk Dv"]]:
+    """Advance the sequences in `slots` by their committed rows and read the outputs of this step's rows.
+
+    Rows of a sequence, in order: `F = M - K` pending rows (drafts that the previous step accepted; right-aligned, so
+    row `f` is live iff `f >= F - num_pending`), then row 0 (the last emitted token), then `K - 1` drafts, of which
+    `num_rows - 1` are live. The state read from the pool absorbs the live pending rows and row 0 and is written back;
+    drafts see it but never reach memory. Recurrence per row (Gated DeltaNet, arXiv 2412.06464, eq. 10)::
+
+        S' = exp(g) S;  d = beta (v - S'^T k);  S = S' + k d^T;  o = S^T q
+
+    Args:
+      pool: states, at least float32. Row `slots[n]` belongs to sequence n; an index of `S` marks a padding sequence,
+        which reads zeros and writes nothing. Indices are never negative.
+      q, k: l2-normalised, q scaled by `Dk^-0.5`; key head of value head h is `h // (Hv / Hk)`. Only this step's rows
+        have a q.
+      v, g, beta: value rows, log decays (`<= 0`, `-inf` allowed) and write strengths per value head.
+      num_pending, num_rows: live rows per sequence. `num_rows == 0` folds the pending rows alone (materialize).
+
+    Returns outputs (zero on dead rows) in the dtype of the state and the updated pool. Dead rows may hold anything,
+    NaN included: they are selected away before any arithmetic.
+    """
+    folded = k.shape[1] - q.shape[1]
+    row = jnp.arange(k.shape[1])[None, :]
+    live = jnp.where(
+        row < folded, row >= folded - num_pending[:, None], row - folded < num_rows[:, None]
+    )
+    q = jnp.where(live[:, folded:, None, None], q, 0)
+    k, v = (jnp.where(live[:, :, None, None], x, 0) for x in (k, v))
+    g, beta = (jnp.where(live[:, :, None], x, 0) for x in (g, beta))
+    state = pool.at[slots].get(mode="fill", fill_value=0)
+    out, state = xla.fold_and_read(state, q, k, v, g, beta)
+    return out, pool.at[slots].set(state, mode="drop")

@@ -1,0 +1,219 @@
+"""Three ways for rows to see their sequence: whole sequences, a prefill chunk, a decode step over slots.
+
+The trunk is one function; a view is what it is told about time. Each is a small frozen dataclass, built inside the program, with the same two
+methods, `recur` (the delta rule) and `attend`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from atlas_jax.config import ModelConfig
+from atlas_jax.kernels.cache_attention import cache_attention, write_cache
+from atlas_jax.kernels.gdn_chunk import gdn_chunk
+from atlas_jax.kernels.gdn_step import gdn_step
+from atlas_jax.kernels.numerics import EXACT, widen
+from atlas_jax.model.mixers import Params, delta_inputs
+from atlas_jax.model.state import GdnCache, KvCache
+
+_QUERY_BLOCK = 256  # rows of one attention product in `Full`: bounds its memory, halves its work
+
+
+@dataclasses.dataclass(frozen=True)
+class Full:
+    """Whole sequences from their beginning, no cache: training and scoring. Rows are `[N, T]`.
+
+    Attributes:
+      positions: `[N, T]` rotary positions.
+      segments: `[N, T]` document of each row where several are packed; documents see nothing of each other.
+    """
+
+    positions: Int[Array, "N T"]
+    segments: Int[Array, "N T"] | None = None
+
+    def recur(
+        self, params: Params, cfg: ModelConfig, rows: Float[Array, "N T C+2Hv"], cache: None
+    ) -> tuple[Float[Array, "N T Hv Dv"], None]:
+        history = jnp.pad(rows, ((0, 0), (cfg.conv_width - 1, 0), (0, 0)))
+        q, k, v, g, beta = delta_inputs(params, cfg, history, self.segments)
+        if self.segments is not None:
+            first = jnp.diff(self.segments, axis=1, prepend=self.segments[:, :1]) != 0
+            g = jnp.where(first[..., None], -jnp.inf, g)  # a document starts by forgetting the one before
+        state = jnp.zeros((rows.shape[0], *v.shape[2:3], k.shape[-1], v.shape[-1]), v.dtype)
+        return gdn_chunk(state, q, k, v, g, beta)[0], None
+
+    def attend(
+        self,
+        q: Float[Array, "N T Hq Dh"],
+        k: Float[Array, "N T Hkv Dh"],
+        v: Float[Array, "N T Hkv Dh"],
+        cache: None,
+    ) -> tuple[Float[Array, "N T Hq Dh"], None]:
+        length, kv_heads, dim = q.shape[1], k.shape[2], q.shape[3]
+        q = q.reshape(*q.shape[:2], kv_heads, -1, dim) * dim**-0.5
+        out = []
+        for start in range(0, length, _QUERY_BLOCK):  # later keys are dead for a block: don't multiply them at all
+            stop = min(start + _QUERY_BLOCK, length)
+            scores = widen(jnp.einsum("nqhgd,nkhd->nhgqk", q[:, start:stop], k[:, :stop], precision=EXACT))
+            seen = jnp.tril(jnp.ones((stop, stop), bool))[None, start:]
+            if self.segments is not None:
+                seen = seen & (self.segments[:, start:stop, None] == self.segments[:, None, :stop])
+            weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1).astype(v.dtype)
+            out.append(jnp.einsum("nhgqk,nkhd->nqhgd", weights, v[:, :stop], precision=EXACT))
+        joined = jnp.concatenate(out, axis=1)
+        return joined.reshape(*joined.shape[:2], -1, dim), None
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefill:
+    """A chunk of T prompt tokens for each of N slots, of which `num_rows[n]` are live. Rows are `[N, T]`.
+
+    The sequences must have nothing pending. `start == 0` begins a sequence: whatever the slot held is ignored.
+    """
+
+    slots: Int[Array, " N"]
+    start: Int[Array, " N"]
+    num_rows: Int[Array, " N"]
+    width: int
+
+    @property
+    def positions(self) -> Int[Array, "N T"]:
+        return self.start[:, None] + jnp.arange(self.width)[None, :]
+
+    def recur(
+        self, params: Params, cfg: ModelConfig, rows: Float[Array, "N T C+2Hv"], cache: GdnCache
+    ) -> tuple[Float[Array, "N T Hv Dv"], GdnCache]:
+        taps = cfg.conv_width - 1
+        live = jnp.arange(self.width)[None, :] < self.num_rows[:, None]
+        fresh = self.start == 0
+        window = cache.window.at[self.slots].get(mode="fill", fill_value=0)
+        state = cache.state.at[self.slots].get(mode="fill", fill_value=0)
+        state = jnp.where(fresh[:, None, None, None], 0, state)
+        before = jnp.where(fresh[:, None, None], 0, window[:, :taps])
+        history = jnp.concatenate([before, jnp.where(live[..., None], rows, 0)], axis=1)
+        q, k, v, g, beta = delta_inputs(params, cfg, history)
+        out, state = gdn_chunk(state, q, k, v, g, beta, live)
+        # The newest `W - 1` live rows: the slice that starts `num_rows` into history.
+        newest = jax.vmap(lambda h, n: jax.lax.dynamic_slice_in_dim(h, n, taps))(history, self.num_rows)
+        window = jnp.concatenate([newest, window[:, taps:]], axis=1)
+        return out, GdnCache(
+            cache.state.at[self.slots].set(state, mode="drop"), cache.window.at[self.slots].set(window, mode="drop")
+        )
+
+    def attend(
+        self,
+        q: Float[Array, "N T Hq Dh"],
+        k: Float[Array, "N T Hkv Dh"],
+        v: Float[Array, "N T Hkv Dh"],
+        cache: KvCache,
+    ) -> tuple[Float[Array, "N T Hq Dh"], KvCache]:
+        kv = write_cache(cache.kv, self.slots, self.positions, self.num_rows, k, v)
+        lengths = self.start + self.num_rows
+        return cache_attention(kv, self.slots, self.positions, lengths, q), KvCache(kv)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One decode step: up to K rows for each of N slots, as R flat rows (dense work) on an `[N, K]` grid (mixers).
+
+    Attributes:
+      slots: slot of each sequence; the number of slots itself marks a padding sequence.
+      lengths: committed positions before this step (row 0 is written there).
+      num_rows: live rows per sequence.
+      pending: accepted drafts of the last step that the GDN state has not absorbed, at most `K - 1`.
+      grid_to_flat: `[N, K]` flat row of each grid cell, `R` for cells that no row fills.
+      flat_to_grid: `[R]` grid cell `n * K + j` of each flat row, `N * K` for padding rows.
+      ragged: false where `R == N * K`, then flat rows are the grid and nothing is gathered.
+    """
+
+    slots: Int[Array, " N"]
+    lengths: Int[Array, " N"]
+    num_rows: Int[Array, " N"]
+    pending: Int[Array, " N"]
+    grid_to_flat: Int[Array, "N K"]
+    flat_to_grid: Int[Array, " R"]
+    ragged: bool
+
+    @property
+    def grid_positions(self) -> Int[Array, "N K"]:
+        return self.lengths[:, None] + jnp.arange(self.grid_to_flat.shape[1])[None, :]
+
+    @property
+    def positions(self) -> Int[Array, " R"]:
+        return self.to_flat(self.grid_positions)
+
+    def to_grid(self, flat: Array) -> Array:
+        """`[R, ...] -> [N, K, ...]`; cells without a row are zero."""
+        if not self.ragged:
+            return flat.reshape(*self.grid_to_flat.shape, *flat.shape[1:])
+        return flat.at[self.grid_to_flat].get(mode="fill", fill_value=0)
+
+    def to_flat(self, grid: Array) -> Array:
+        """`[N, K, ...] -> [R, ...]`; padding rows are zero."""
+        merged = grid.reshape(-1, *grid.shape[2:])
+        return merged.at[self.flat_to_grid].get(mode="fill", fill_value=0) if self.ragged else merged
+
+    def recur(
+        self, params: Params, cfg: ModelConfig, rows: Float[Array, "R C+2Hv"], cache: GdnCache
+    ) -> tuple[Float[Array, "R Hv Dv"], GdnCache]:
+        grid = self.to_grid(rows)
+        width = grid.shape[1]
+        live = jnp.arange(width)[None, :] < self.num_rows[:, None]
+        window = cache.window.at[self.slots].get(mode="fill", fill_value=0)
+        history = jnp.concatenate(
+            [align_pending(window, cfg.conv_width - 1, width - 1, self.pending), jnp.where(live[..., None], grid, 0)],
+            axis=1,
+        )
+        q, k, v, g, beta = delta_inputs(params, cfg, history)
+        out, state = gdn_step(
+            cache.state, self.slots, q[:, width - 1 :], k, v, g, beta, self.pending, self.num_rows
+        )
+        # Row 0 is folded now, so the window ends with it; the drafts behind it become the next pending rows.
+        kept = history[:, width:]
+        window = jnp.concatenate([kept, window[:, kept.shape[1] :]], axis=1)
+        return self.to_flat(out), GdnCache(state, cache.window.at[self.slots].set(window, mode="drop"))
+
+    def attend(
+        self,
+        q: Float[Array, "R Hq Dh"],
+        k: Float[Array, "R Hkv Dh"],
+        v: Float[Array, "R Hkv Dh"],
+        cache: KvCache,
+    ) -> tuple[Float[Array, "R Hq Dh"], KvCache]:
+        positions = self.grid_positions
+        kv = write_cache(cache.kv, self.slots, positions, self.num_rows, self.to_grid(k), self.to_grid(v))
+        out = cache_attention(kv, self.slots, positions, self.lengths + self.num_rows, self.to_grid(q))
+        return self.to_flat(out), KvCache(kv)
+
+
+def align_pending(
+    window: Float[Array, "N W-1+P C"], taps: int, fold: int, pending: Int[Array, " N"]
+) -> Float[Array, "N W-1+F C"]:
+    """The last `taps + fold` committed rows of each sequence, newest last, zeros where there are fewer.
+
+    `window` holds `taps` folded rows and then `pending[n]` live ones out of its P; with `p` pending the result is rows
+    `p - fold ... p + taps - 1` of the window. This one shift is both the conv offset and the right-alignment of the
+    rows to fold.
+    """
+    if fold == 0:
+        return window[:, :taps]
+    padded = jnp.pad(window[:, : taps + fold], ((0, 0), (fold, 0), (0, 0)))
+    return jax.vmap(lambda w, p: jax.lax.dynamic_slice_in_dim(w, p, taps + fold))(padded, pending)
+
+
+def materialize(
+    params: Params, cfg: ModelConfig, cache: GdnCache, slots: Int[Array, " N"], pending: Int[Array, " N"], fold: int
+) -> GdnCache:
+    """Fold the pending rows (at most `fold`) of `slots` into their states; afterwards nothing is pending."""
+    taps = cfg.conv_width - 1
+    window = cache.window.at[slots].get(mode="fill", fill_value=0)
+    history = align_pending(window, taps, fold, pending)
+    padded = jnp.pad(history, ((0, 0), (0, 1), (0, 0)))  # gdn_step expects a row 0; it is dead here
+    q, k, v, g, beta = delta_inputs(params, cfg, padded)
+    _, state = gdn_step(cache.state, slots, q[:, fold:], k, v, g, beta, pending, jnp.zeros_like(pending))
+    window = jnp.concatenate([history[:, fold:], window[:, taps:]], axis=1)
+    return GdnCache(state, cache.window.at[slots].set(window, mode="drop"))

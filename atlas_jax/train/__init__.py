@@ -1,0 +1,1 @@
+"""Training: texts, batches, losses, the multi-step unroll and the training loop."""

@@ -1,0 +1,1 @@
+"""Parameters in and out of the layouts that other engines read."""
