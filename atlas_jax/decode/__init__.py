@@ -1,0 +1,1 @@
+"""Draft, verify, accept: one jitted program per bucket, and the engine that drives it."""

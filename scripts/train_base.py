@@ -1,0 +1,142 @@
+"""Trains the small base model of `checkpoints/`, then its MTP head on the frozen base.
+
+    python scripts/train_base.py                  # both stages; run it again after an interruption and it goes on
+    python scripts/train_base.py --stage head     # the head alone, on the base in --out
+
+Runs live in `--run`; the finished model (bfloat16, Hugging Face layout) goes to `--out`.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from flax import nnx
+
+from atlas_jax.config import ModelConfig
+from atlas_jax.model.modules import Model
+from atlas_jax.train.batches import packed_batch
+from atlas_jax.train.corpora import load_prose
+from atlas_jax.train.loop import Run, Schedule, train
+from atlas_jax.train.losses import base_loss, head_loss
+from atlas_jax.train.tokens import load_tokenizer, tokenize
+from atlas_jax.train.tools_text import load_tools
+from atlas_jax.weights.checkpoint import load_model, save_model
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# The family's real layer pattern and head ratios (Hv / Hk = 2, Hq / Hkv = 2, a quarter of each head rotated).
+SMALL = ModelConfig(
+    vocab_size=2048,
+    hidden_size=192,
+    layers=("gdn", "gdn", "gdn", "attention") * 2,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=64,
+    rotary_dim=16,
+    rope_theta=10000.0,
+    gdn_key_heads=2,
+    gdn_value_heads=4,
+    gdn_key_dim=32,
+    gdn_value_dim=64,
+    ffn_size=384,
+    tie_embeddings=True,
+    max_positions=4096,
+    eos_ids=(0, 2),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to train, for how long, and where it goes."""
+
+    stage: Literal["base", "head", "both"] = "both"
+    base_steps: int = 1500
+    head_steps: int = 400
+    batch: int = 4  # rows of `length` tokens
+    length: int = 1024
+    tools: float = 0.6  # share of rows that are tool transcripts
+    peak: float = 3e-3
+    seed: int = 0
+    save_every: int = 100
+    run: Path = ROOT / "runs" / "small"
+    out: Path = ROOT / "checkpoints" / "small"
+    tokenizer: Path = ROOT / "checkpoints" / "tokenizer.json"
+
+
+def main(config: Config) -> dict[str, Any]:
+    """Trains the stages asked for, writes the model, and prints a last line of JSON."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    splits = (load_prose(), load_tools())
+    train_sets = {split.regime: tokenize(split, tokenizer) for split in splits}
+    held_out = {split.regime: tokenize(split, tokenizer, "held_out") for split in splits}
+    batches = lambda step: packed_batch(  # noqa: E731
+        train_sets, config.tools, step, config.batch, config.length, config.seed
+    )
+    model = Model(SMALL, rngs=nnx.Rngs(config.seed))
+    base, head = model.params(), None
+    fresh_head = base.pop("mtp")
+
+    def losses_of(loss: Any) -> Any:
+        """Held-out loss per regime, plain weights, over the same eight batches each time."""
+        compiled = jax.jit(loss)
+
+        def evaluate(trained: Any, frozen: Any) -> dict[str, float]:
+            result = {}
+            for regime, tokens in held_out.items():
+                pairs = []
+                for step in range(8):
+                    mix = float(regime == "tools")
+                    batch = packed_batch({regime: tokens}, mix, step, config.batch, config.length, 1, reply_weight=1.0)
+                    pairs.append([float(x) for x in compiled(trained, frozen, *batch)])
+                total, weight = np.sum(pairs, axis=0)
+                result[f"held_out_{regime}"] = round(float(total / weight), 4)
+            return result
+
+        return evaluate
+
+    result: dict[str, Any] = {}
+    if config.stage in ("base", "both"):
+        loss = lambda base, frozen, *batch: base_loss(base, SMALL, *batch)  # noqa: E731
+        evaluate = losses_of(loss)
+        base = train(
+            loss,
+            base,
+            {},
+            batches,
+            Schedule(config.base_steps, config.peak),
+            Run(config.run / "base", config.save_every),
+            lambda trained: evaluate(trained, {}),
+        )
+        result |= {f"base_{k}": v for k, v in evaluate(base, {}).items()}
+        save_model(config.out, jax.device_get(base | {"mtp": fresh_head}), SMALL)
+    if config.stage in ("head", "both"):
+        # The base as served, bfloat16 rounding included: the head learns the hiddens that it will see.
+        base = load_model(config.out)[1]
+        base.pop("mtp")
+        loss = lambda head, base, *batch: head_loss(base | {"mtp": head}, SMALL, *batch)  # noqa: E731
+        evaluate = losses_of(loss)
+        head = train(
+            loss,
+            fresh_head,
+            base,
+            batches,
+            Schedule(config.head_steps, config.peak),
+            Run(config.run / "head", config.save_every),
+            partial(evaluate, frozen=base),
+        )
+        result |= {f"head_{k}": v for k, v in evaluate(head, base).items()}
+        save_model(config.out, jax.device_get(base | {"mtp": head}), SMALL)
+    shutil.copy(config.tokenizer, config.out / "tokenizer.json")
+    print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    import tyro
+
+    main(tyro.cli(Config))

@@ -1,0 +1,319 @@
+"""Losslessness: whatever is drafted, accepted, rejected, batched or switched, tokens and states are those of plain
+decode. All in float64, where equality is exact for tokens and 1e-9 for states (oracles O1 to O4)."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlas_jax.decode.engine import Engine, EngineConfig, Request, RequestError
+from atlas_jax.depth.policies import Fixed, Off, PolicyError
+from atlas_jax.model.state import GdnCache
+
+CHUNK = 8  # the widest prefill program of the fixture
+LENGTHS = [1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 2, 21]
+
+
+def prompts(count=None, seed=0):
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.integers(0, 60, length).tolist()) for length in LENGTHS[:count]]
+
+
+def plain(engine, requests):
+    engine.policy, engine._propose = Off(), None
+    return [(c.tokens, c.finished) for c in engine.generate(requests)]
+
+
+def scripted(answers, right):
+    """A drafter that knows the plain answers: `right(round)` of its drafts are right, the next one is wrong."""
+    rounds = itertools.count()
+
+    def propose(tokens, count):
+        whole = next(a for a in answers if tuple(a[: len(tokens)]) == tuple(tokens))
+        ahead = list(whole[len(tokens) : len(tokens) + count])
+        ahead += [0] * (count - len(ahead))
+        good = right(next(rounds))
+        return [t if j < good else (t + 1) % 60 for j, t in enumerate(ahead)]
+
+    return propose
+
+
+SCRIPTS = {
+    "always right": lambda r: 9,
+    "always wrong": lambda r: 0,
+    "right until 1": lambda r: 1,
+    "right until 2": lambda r: 2,
+    "mixed": lambda r: (0, 3, 1, 4, 2)[r % 5],
+}
+
+
+@pytest.fixture(scope="module")
+def answers(engine):
+    requests = [Request(p, max_new_tokens=24) for p in prompts()]
+    done = plain(engine, requests)
+    assert len({tokens for tokens, _ in done}) > 4  # the model is no constant
+    return requests, done
+
+
+def whole(requests, done):
+    return [(*r.prompt, *tokens) for r, (tokens, _) in zip(requests, done, strict=True)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("depth", [0, 1, 2, 3, 4])
+def test_tokens_equal_plain_at_every_depth(engine, answers, depth, script):
+    """Prompts of 1, 2, 3, chunk - 1, chunk, chunk + 1, ... tokens; 8 requests through 4 slots, so widths vary."""
+    requests, done = answers
+    engine.policy, engine._propose = Fixed(depth), scripted(whole(requests, done), SCRIPTS[script])
+    completions = engine.generate(requests)
+    assert [(c.tokens, c.finished) for c in completions] == done
+    if script == "always right" and depth == 4:
+        assert sum(c.acceptance.tokens for c in completions) / sum(c.acceptance.steps for c in completions) > 2.5
+    if script == "always wrong":
+        assert all(c.acceptance.tokens == c.acceptance.steps for c in completions)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_tokens_equal_plain_with_the_heads_own_drafts(engine, answers, depth):
+    requests, done = answers
+    engine.policy, engine._propose = Fixed(depth), None
+    assert [(c.tokens, c.finished) for c in engine.generate(requests)] == done
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 0.7, 3.0])
+def test_sampled_tokens_equal_plain(engine, temperature):
+    """At any temperature a request draws the same tokens with speculation on and off; tiny temperatures are greedy."""
+    requests = [Request(p, 24, temperature, seed=7 * i) for i, p in enumerate(prompts())]
+    done = plain(engine, requests)
+    engine.policy = Fixed(3)
+    assert [(c.tokens, c.finished) for c in engine.generate(requests)] == done
+    greedy = plain(engine, [dataclasses.replace(r, temperature=0.0) for r in requests])
+    assert (done == greedy) == (temperature < 1e-5)
+    alone = plain(engine, requests[3:4])
+    assert alone == done[3:4]  # neither neighbours nor slot nor bucket enter the noise
+
+
+def check_states(engine, reference):
+    """Every active slot holds what prefilling its committed tokens into a fresh engine gives."""
+    state = engine.materialize()
+    for a in engine._active:
+        tokens = (*a.request.prompt, *a.emitted)
+        assert a.length == len(tokens) - 1 and a.last == tokens[-1]
+        reference.cancel_all()
+        reference._new_state()
+        reference._prefill(0, tokens)
+        for mine, theirs in zip(state.layers, reference._state.layers, strict=True):
+            if isinstance(mine, GdnCache):
+                taps = engine.cfg.conv_width - 1
+                np.testing.assert_allclose(mine.state[a.slot], theirs.state[0], atol=1e-9)
+                np.testing.assert_allclose(mine.window[a.slot, :taps], theirs.window[0, :taps], atol=1e-9)
+            else:
+                np.testing.assert_allclose(mine.kv[a.slot, : a.length], theirs.kv[0, : a.length], atol=1e-9)
+        mine, theirs = state.head.kv[a.slot, : a.length], reference._state.head.kv[0, : a.length]
+        np.testing.assert_allclose(mine, theirs, atol=1e-9)
+
+
+def test_states_equal_replay_after_every_step_and_every_switch(engine, tiny, answers):
+    """Depth changes each step through every ordered pair of 0..4; after each, all states equal a replay (O2)."""
+    requests, done = answers
+    pairs = list(itertools.product(range(5), repeat=2))
+    depths = [d for pair in pairs for d in pair]
+    engine._propose = scripted(whole(requests, done), SCRIPTS["mixed"])
+    cfg, params = tiny
+    reference = Engine(params, cfg, dataclasses.replace(engine.config, slots=1))
+    engine.cancel_all()
+    ids = [engine.submit(r) for r in requests]
+    for step, depth in enumerate(itertools.cycle(depths)):
+        if engine.idle:
+            break
+        engine.policy = Fixed(depth)
+        engine.step()
+        if step % 5 < 2:  # checking each of them would take minutes and find the same
+            check_states(engine, reference)
+    assert [(engine._completed[i].tokens, engine._completed[i].finished) for i in ids] == done
+
+
+def test_switching_between_plain_and_speculation(engine, answers):
+    requests, done = answers
+    engine._propose = scripted(whole(requests, done), SCRIPTS["right until 2"])
+    engine.cancel_all()
+    ids = [engine.submit(r) for r in requests]
+    for policy in itertools.cycle([Off(), Fixed(3), Off(), Off(), Fixed(1), Fixed(4)]):
+        if engine.idle:
+            break
+        engine.policy = policy
+        engine.step()
+    assert [(engine._completed[i].tokens, engine._completed[i].finished) for i in ids] == done
+
+
+@pytest.mark.parametrize("poison", [np.nan, 1e4])
+def test_poisoned_free_slots_and_dead_rows_change_nothing(engine, answers, poison):
+    """Everything that no live row owns is overwritten with NaN before each step: free slots, the cache beyond each
+    length, windows of retired sequences (O4)."""
+    requests, done = answers
+    engine._propose = scripted(whole(requests, done), SCRIPTS["mixed"])
+    engine.policy = Fixed(3)
+    engine.cancel_all()
+    ids = [engine.submit(r) for r in requests[:5]]
+    while not engine.idle:
+        live = {a.slot: a for a in engine._active}
+        slots, context = engine.config.slots, engine.config.context
+        dead = np.ones((slots, context), bool)
+        for slot, a in live.items():
+            dead[slot, : a.length] = False
+        free = np.array([s not in live for s in range(slots)])
+
+        def spoil(cache, dead=dead, free=free):
+            if isinstance(cache, GdnCache):
+                hide = lambda x: jnp.where(free.reshape(-1, *[1] * (x.ndim - 1)), poison, x)
+                return GdnCache(hide(cache.state), hide(cache.window))
+            return type(cache)(jnp.where(dead[:, :, None, None, None], poison, cache.kv))
+
+        state = engine._state
+        engine._state = state._replace(layers=tuple(map(spoil, state.layers)), head=spoil(state.head))
+        engine.step()
+    assert [(engine._completed[i].tokens, engine._completed[i].finished) for i in ids] == done[:5]
+
+
+def test_ragged_rows_equal_full_ones(engine, tiny, answers):
+    """Flat rows packed into fewer than n * k: each sequence drafts its own number."""
+    requests, done = answers
+    cfg, params = tiny
+    buckets = dataclasses.replace(engine.config.buckets, n=(4,), k=(4,), ragged=True)
+    ragged = Engine(params, cfg, dataclasses.replace(engine.config, max_drafts=3, buckets=buckets), Fixed(3))
+    inner = scripted(whole(requests, done), SCRIPTS["mixed"])
+    lengths = itertools.cycle([0, 3, 1, 2, 1, 0, 0])
+    ragged._propose = lambda tokens, count: inner(tokens, count)[: next(lengths)]
+    assert [(c.tokens, c.finished) for c in ragged.generate(requests)] == done
+    assert len({b.rows for b in ragged._programs if not isinstance(b, int)}) > 2
+
+
+def test_a_thousand_rejections_leave_the_state_exact(tiny):
+    """One sequence, right-until-j with j cycling; the state's distance from a fresh prefill does not grow (B05)."""
+    cfg, params = tiny
+    config = EngineConfig(slots=1, context=2600, max_drafts=3, prefill=(256,), dtype=jnp.float64)
+    with jax.enable_x64(True):
+        engine = Engine(params, cfg, config)
+        request = Request((1, 2, 3), max_new_tokens=2500, ignore_eos=True)
+        ((tokens, _),) = plain(engine, [request])
+        answer = (*request.prompt, *tokens)
+        engine.policy = Fixed(3)
+        engine._propose = scripted([answer], lambda r: r % 3)
+        engine.submit(request)
+        reference = Engine(params, cfg, config)
+        rejections = 0
+        while not engine.idle:
+            (emission,) = engine.step()
+            rejections += len(emission.tokens) - 1 < len(emission.drafts)
+            if rejections in (100, 1000) and len(emission.tokens) - 1 < len(emission.drafts):
+                check_states(engine, reference)
+        assert rejections > 1000
+        assert engine._completed[1 + 1].tokens == tokens
+
+
+@pytest.mark.parametrize("room", range(7))
+def test_limits_cut_the_run_not_the_answer(engine, answers, room):
+    """`max_new_tokens` and the context end an answer at exactly that many tokens, inside an accepted run too."""
+    requests, done = answers
+    index = max(range(len(done)), key=lambda i: len(done[i][0]))
+    request, (tokens, _) = requests[index], done[index]
+    assert len(tokens) == 24
+    engine.policy, engine._propose = Fixed(4), scripted(whole(requests, done), SCRIPTS["always right"])
+    (short,) = engine.generate([dataclasses.replace(request, max_new_tokens=room)])
+    assert short.tokens == tokens[:room] and short.finished == "length"
+    long = Request((*request.prompt, *tokens)[: engine.config.context - room], 50)
+    (bounded,) = engine.generate([dataclasses.replace(long, prompt=((5,) * (engine.config.context - 1 - room)))])
+    assert len(bounded.tokens) <= room + 1
+    engine.policy, engine._propose = Off(), None
+    assert engine.generate([dataclasses.replace(long, prompt=((5,) * (engine.config.context - 1 - room)))])[0].tokens == bounded.tokens
+
+
+@pytest.mark.parametrize("where", range(6))
+def test_an_end_token_ends_the_answer_once(tiny, engine, answers, where):
+    """The end token at each position of an accepted run and as the bonus: cut there, finished "stop"; `ignore_eos`
+    runs through it (B20, B21)."""
+    requests, done = answers
+    index = max(range(len(done)), key=lambda i: len(done[i][0]))
+    request, (tokens, _) = requests[index], done[index]
+    end = tokens[where]
+    cfg, params = tiny
+    cfg = dataclasses.replace(cfg, eos_ids=(end,))
+    small = dataclasses.replace(engine.config, slots=1)
+    other = Engine(params, cfg, small, Fixed(4), propose=scripted([(*request.prompt, *tokens)], lambda r: 9))
+    (cut,) = other.generate([request])
+    first = tokens.index(end)
+    assert cut.tokens == tokens[: first + 1] and cut.finished == "stop"
+    (through,) = other.generate([dataclasses.replace(request, ignore_eos=True)])
+    assert through.tokens == tokens and through.finished == "length"
+
+
+def test_after_warmup_no_traffic_compiles(tiny):
+    cfg, params = tiny
+    with jax.enable_x64(True):
+        engine = Engine(params, cfg, EngineConfig(slots=3, context=64, max_drafts=2, prefill=(4,), dtype=jnp.float64))
+        policies = [Off(), Fixed(1), Fixed(2)]
+        assert engine.warmup(policies) > 0
+        for policy in policies:
+            engine.policy = policy
+            engine.generate([Request(p, 9, temperature=t) for p, t in zip(prompts(5, seed=4), (0, 1, 0, 2, 0), strict=True)])
+        assert engine.compiles_after_warmup == 0
+
+
+BAD = [
+    (Request(()), "empty"),
+    (Request((1,) * 96), "context"),
+    (Request((1, 61)), "61 is outside the vocabulary"),
+    (Request((-1,)), "-1 is outside"),
+    (Request((1,), max_new_tokens=-1), "max_new_tokens"),
+    (Request((1,), temperature=-0.5), "temperature"),
+    (Request((1,), temperature=float("nan")), "temperature"),
+]
+
+
+@pytest.mark.parametrize(("request_", "word"), BAD, ids=[w for _, w in BAD])
+def test_bad_requests_are_refused_and_nothing_is_lost(engine, answers, request_, word):
+    requests, done = answers
+    with pytest.raises(RequestError, match=word):
+        engine.submit(request_)
+    assert plain(engine, requests[:2]) == done[:2]
+
+
+def test_unknown_policies_and_buckets_are_refused(engine):
+    with pytest.raises(PolicyError, match="max_drafts=4"):
+        engine.policy = Fixed(5)
+    with pytest.raises(ValueError, match="no bucket for 33"):
+        engine.config.buckets.fit(33, 1, 33, False)
+    with pytest.raises(ValueError, match="exceed the largest"):
+        engine.config.buckets.check(64)
+
+
+def test_an_interruption_leaves_a_usable_engine(engine, answers, monkeypatch):
+    """Ctrl-C between steps and inside one, after the state was donated: the next request is served as ever (B08)."""
+    requests, done = answers
+    engine.policy, engine._propose = Off(), None
+    for at in (0, 1, 5):
+        for emission_count, _ in enumerate(engine.stream(requests)):
+            if emission_count == at:
+                break
+        assert engine.idle
+        assert plain(engine, requests[:2]) == done[:2]
+
+    inner = engine._program
+
+    def interrupted(key):
+        program = inner(key)
+
+        def call(params, state, packed):
+            program(params, state, packed)  # the donation happens, its result is lost
+            raise KeyboardInterrupt
+
+        return call
+
+    monkeypatch.setattr(engine, "_program", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(requests)
+    monkeypatch.undo()
+    assert plain(engine, requests[:2]) == done[:2]
