@@ -20,14 +20,14 @@ lint: setup  ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-demo: setup  ## the offline demo (ARGS= adds arguments)
+demo: setup  ## train nothing, show everything: the shipped model, plain against speculative (ARGS= adds arguments)
 	$(PY) scripts/demo.py $(ARGS)
 
-bench: setup  ## measure this machine (ARGS= adds arguments)
-	$(PY) scripts/bench.py $(ARGS)
+bench: setup  ## speculative against plain decode on this machine (ARGS= adds arguments)
+	$(PY) scripts/bench_decode.py $(ARGS)
 
-corpora: setup  ## build the text corpora under data/ (ARGS= adds arguments)
-	$(PY) scripts/corpora.py $(ARGS)
+corpora: setup  ## fetch and measure the training texts (ARGS= adds arguments)
+	$(PY) scripts/fetch_corpora.py $(ARGS)
 
 clean:  ## remove tool caches and build leftovers; .venv, .cache/, data/ and runs/ stay
 	rm -rf .pytest_cache .ruff_cache .mypy_cache build dist

@@ -74,7 +74,7 @@ def main(config: Config) -> dict[str, Any]:
     splits = (load_prose(), load_tools())
     train_sets = {split.regime: tokenize(split, tokenizer) for split in splits}
     held_out = {split.regime: tokenize(split, tokenizer, "held_out") for split in splits}
-    batches = lambda step: packed_batch(  # noqa: E731
+    batches = lambda step: packed_batch(
         train_sets, config.tools, step, config.batch, config.length, config.seed
     )
     model = Model(SMALL, rngs=nnx.Rngs(config.seed))
@@ -101,7 +101,7 @@ def main(config: Config) -> dict[str, Any]:
 
     result: dict[str, Any] = {}
     if config.stage in ("base", "both"):
-        loss = lambda base, frozen, *batch: base_loss(base, SMALL, *batch)  # noqa: E731
+        loss = lambda base, frozen, *batch: base_loss(base, SMALL, *batch)
         evaluate = losses_of(loss)
         base = train(
             loss,
@@ -118,7 +118,7 @@ def main(config: Config) -> dict[str, Any]:
         # The base as served, bfloat16 rounding included: the head learns the hiddens that it will see.
         base = load_model(config.out)[1]
         base.pop("mtp")
-        loss = lambda head, base, *batch: head_loss(base | {"mtp": head}, SMALL, *batch)  # noqa: E731
+        loss = lambda head, base, *batch: head_loss(base | {"mtp": head}, SMALL, *batch)
         evaluate = losses_of(loss)
         head = train(
             loss,

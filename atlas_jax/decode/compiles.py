@@ -7,7 +7,7 @@ import jax
 _count = 0
 
 
-def _listen(event: str, duration: float, **_: str | int) -> None:
+def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
     global _count
     if event == "/jax/core/compile/backend_compile_duration":
         _count += 1

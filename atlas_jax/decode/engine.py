@@ -146,7 +146,7 @@ class Engine:
             raise ValueError(f"prefill widths must be positive and ascending, not {config.prefill}")
         self.cfg, self.config = cfg, config
         self._params = jax.device_put(_cast(params, config.dtype))
-        self._programs: dict[Bucket | int, Any] = {}
+        self._programs: dict[Bucket | int | Literal["fold"], Any] = {}
         self._propose = propose
         self._waiting: deque[tuple[int, Request]] = deque()
         self._active: list[_Active] = []
@@ -155,7 +155,7 @@ class Engine:
         self.reset_telemetry()
         self._warm_compiles: int | None = None
         self.policy = policy
-        self._new_state()
+        self._state = self._new_state()
 
     @property
     def policy(self) -> Policy:
@@ -188,10 +188,10 @@ class Engine:
         wanted: set[Bucket | int] = set(self.config.prefill)
         for policy in policies or [self.policy]:
             wanted |= self.config.buckets.reachable(policy, concurrency or self.config.slots)
-        missing = [key for key in wanted if key not in self._programs]
+        lowered = {key: self._lower(key) for key in wanted if key not in self._programs}
         with ThreadPoolExecutor(max_workers=4) as pool:
-            for key, program in zip(missing, pool.map(self._compile, missing), strict=True):
-                self._programs[key] = program
+            compiled = pool.map(lambda program: program.compile(), lowered.values())
+            self._programs |= dict(zip(lowered, compiled, strict=True))
         self._warm_compiles = compiles()
         return time.perf_counter() - began
 
@@ -267,21 +267,20 @@ class Engine:
         self._waiting.clear()
         self._active.clear()
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):  # interrupted inside a donating call
-            self._new_state()
+            self._state = self._new_state()
 
     def materialize(self) -> ModelState:
-        """Fold everything pending and return the state: slot s then holds exactly the committed rows of its sequence."""
-        if any(a.pending for a in self._active):
-            fold = self.config.max_drafts
-            program = jax.jit(functools.partial(fold_pending, cfg=self.cfg, fold=fold), donate_argnums=1)
-            slots = np.array([a.slot for a in self._active], np.int32)
-            self._state = program(self._params, self._state, slots, np.array([a.pending for a in self._active], np.int32))
-            for a in self._active:
-                a.pending = 0
+        """Fold everything pending and return the state: a slot then holds exactly its sequence's committed rows."""
+        pending = np.zeros((2, self.config.slots), np.int32)
+        pending[0] = self.config.slots
+        for i, a in enumerate(self._active):
+            pending[:, i] = a.slot, a.pending
+            a.pending = 0
+        self._state = self._program("fold")(self._params, self._state, pending)
         return self._state
 
-    def _new_state(self) -> None:
-        self._state = init_state(
+    def _new_state(self) -> ModelState:
+        return init_state(
             self.cfg,
             slots=self.config.slots,
             length=self.config.context,
@@ -391,21 +390,24 @@ class Engine:
             plan.temperature[i], plan.keys[i] = a.request.temperature, a.key
         return plan.pack()
 
-    def _program(self, key: Bucket | int) -> Any:
+    def _program(self, key: Bucket | int | Literal["fold"]) -> Any:
         if key not in self._programs:
-            self._programs[key] = self._compile(key)
+            self._programs[key] = self._lower(key).compile()
         return self._programs[key]
 
-    def _compile(self, key: Bucket | int) -> Any:
-        """A step for a bucket, a prefill for a width; ahead of time, on shapes alone."""
+    def _lower(self, key: Bucket | int | Literal["fold"]) -> Any:
+        """A step for a bucket, a prefill for a width, or the fold of everything pending; from shapes alone."""
         if isinstance(key, Bucket):
             fn: Any = functools.partial(step, cfg=self.cfg, bucket=key, ends=self.cfg.eos_ids)
             shape: tuple[int, ...] = (key.n, 9 + key.k)
+        elif key == "fold":
+            fn = functools.partial(fold_pending, cfg=self.cfg, fold=self.config.max_drafts)
+            shape = (2, self.config.slots)
         else:
             fn = functools.partial(prefill, cfg=self.cfg, width=key)
             shape = (4 + key,)
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (self._params, self._state))
-        return jax.jit(fn, donate_argnums=1).lower(*abstract, jax.ShapeDtypeStruct(shape, jnp.int32)).compile()
+        return jax.jit(fn, donate_argnums=1).lower(*abstract, jax.ShapeDtypeStruct(shape, jnp.int32))
 
 
 def _cast(params: Params, dtype: Any) -> Params:

@@ -7,7 +7,7 @@ steps is the model state, donated and updated in place.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from atlas_jax.model.mixers import Params
 from atlas_jax.model.state import GdnCache, KvCache, ModelState
 from atlas_jax.model.trunk import logits, trunk
 from atlas_jax.model.views import Prefill, Step, materialize
+
+HostOrDevice = Any  # a plan is NumPy on the host and traced arrays in the program
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -63,15 +65,15 @@ class Plan(NamedTuple):
       keys: the request's random key.
     """
 
-    slots: Int[Array, " N"]
-    lengths: Int[Array, " N"]
-    pending: Int[Array, " N"]
-    num_rows: Int[Array, " N"]
-    room: Int[Array, " N"]
-    stops: Int[Array, " N"]
-    tokens: Int[Array, "N K"]
-    temperature: Float[Array, " N"]
-    keys: UInt32[Array, "N 2"]
+    slots: Int[HostOrDevice, " N"]
+    lengths: Int[HostOrDevice, " N"]
+    pending: Int[HostOrDevice, " N"]
+    num_rows: Int[HostOrDevice, " N"]
+    room: Int[HostOrDevice, " N"]
+    stops: Int[HostOrDevice, " N"]
+    tokens: Int[HostOrDevice, "N K"]
+    temperature: Float[HostOrDevice, " N"]
+    keys: UInt32[HostOrDevice, "N 2"]
 
     def pack(self) -> np.ndarray:
         """All fields as one int32 `[N, 9 + K]` array: a step pays for every array it is handed."""
@@ -86,7 +88,8 @@ class Plan(NamedTuple):
         """The inverse of `pack`, inside the program."""
         temperature = jax.lax.bitcast_convert_type(packed[:, 6], jnp.float32)
         keys = jax.lax.bitcast_convert_type(packed[:, 7:9], jnp.uint32)
-        return cls(*(packed[:, i] for i in range(6)), packed[:, 9:], temperature, keys)
+        slots, lengths, pending, num_rows, room, stops = (packed[:, i] for i in range(6))
+        return cls(slots, lengths, pending, num_rows, room, stops, packed[:, 9:], temperature, keys)
 
 
 class Result(NamedTuple):
@@ -103,7 +106,13 @@ class Result(NamedTuple):
 
 
 def step(
-    params: Params, state: ModelState, packed: Int[Array, "N 9+K"], *, cfg: ModelConfig, bucket: Bucket, ends: tuple[int, ...]
+    params: Params,
+    state: ModelState,
+    packed: Int[Array, "N 9+K"],
+    *,
+    cfg: ModelConfig,
+    bucket: Bucket,
+    ends: tuple[int, ...],
 ) -> tuple[ModelState, Result]:
     """Run one step of `bucket`; the state comes back updated (donate it)."""
     plan = Plan.unpack(packed)
@@ -129,7 +138,8 @@ def step(
     recycled = jnp.take_along_axis(view.to_grid(drafted), last, axis=1)[:, 0]
 
     # Propose: draft 1 falls out of the refill's last row, the rest chain single rows.
-    drafts, log_probs = [], []
+    drafts: list[Array] = []
+    log_probs: list[Array] = []
     for j in range(k - 1):
         if j > 0:
             chained = _single(plan, plan.lengths + count + j - 1, count > 0)
@@ -162,9 +172,11 @@ def prefill(
 
 
 def fold_pending(
-    params: Params, state: ModelState, slots: Int[Array, " N"], pending: Int[Array, " N"], *, cfg: ModelConfig, fold: int
+    params: Params, state: ModelState, packed: Int[Array, "2 N"], *, cfg: ModelConfig, fold: int
 ) -> ModelState:
-    """Fold the pending rows (at most `fold`) of `slots` into their GDN states: for tests, saving, prefix reuse."""
+    """Fold the pending rows (at most `fold`) of slots `packed[0]`, `packed[1]` of them each, into their GDN states:
+    for tests, saving, prefix reuse."""
+    slots, pending = packed
     layers = tuple(
         materialize(params["layers"][i]["mixer"], cfg, cache, slots, pending, fold)
         if isinstance(cache, GdnCache)

@@ -1,2 +1,2 @@
-"""One folder per op: `api` (the public function), `reference` (plain, slow, obviously right), `xla` where a form of the
-same maths suits XLA better, `specs` (named real shapes that tests and benches share). Kernels know nothing of models."""
+"""One folder per op: `api` (the public function), `reference` (plain, slow, obviously right) and `xla` where another
+form of the same maths suits XLA better. Kernels know nothing of models."""

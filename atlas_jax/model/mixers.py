@@ -16,41 +16,41 @@ from atlas_jax.config import ModelConfig
 from atlas_jax.kernels.causal_conv import causal_conv
 from atlas_jax.kernels.gated_norm import gated_norm
 from atlas_jax.kernels.numerics import widen
-from atlas_jax.model.ops import l2_normalise, rms_norm, rotate
+from atlas_jax.model.ops import l2_normalise, project, rms_norm, rotate
 from atlas_jax.model.state import GdnCache, KvCache
 
 Params = dict[str, Any]
 
 
 class View(Protocol):
-    """How the rows of a forward see their sequences: `Full`, `Prefill` or `Step`."""
+    """How the rows of a forward see their sequences: `Full` (no cache), `Prefill` or `Step` (the layer's cache)."""
 
     @property
     def positions(self) -> Int[Array, "..."]: ...
 
     def recur(
-        self, params: Params, cfg: ModelConfig, rows: Float[Array, "... C+2Hv"], cache: GdnCache | None
-    ) -> tuple[Float[Array, "... Hv Dv"], GdnCache | None]: ...
+        self, params: Params, cfg: ModelConfig, rows: Float[Array, "... C+2Hv"], cache: Any
+    ) -> tuple[Float[Array, "... Hv Dv"], Any]: ...
 
     def attend(
         self,
         q: Float[Array, "... Hq Dh"],
         k: Float[Array, "... Hkv Dh"],
         v: Float[Array, "... Hkv Dh"],
-        cache: KvCache | None,
-    ) -> tuple[Float[Array, "... Hq Dh"], KvCache | None]: ...
+        cache: Any,
+    ) -> tuple[Float[Array, "... Hq Dh"], Any]: ...
 
 
 def gdn(
     params: Params, cfg: ModelConfig, x: Float[Array, "... D"], view: View, cache: GdnCache | None
 ) -> tuple[Float[Array, "... D"], GdnCache | None]:
     """Gated DeltaNet mixer: one fused projection `(q|k|v|b|a|z)`, conv, delta rule, gated norm, output projection."""
-    projected = x @ params["in_proj"]
+    projected = project(x, params["in_proj"])
     rows, gate = jnp.split(projected, [cfg.conv_channels + 2 * cfg.gdn_value_heads], axis=-1)
     out, cache = view.recur(params, cfg, rows, cache)
     gate = gate.reshape(*gate.shape[:-1], cfg.gdn_value_heads, cfg.gdn_value_dim)
     out = gated_norm(out, gate, params["norm"], cfg.norm_eps)
-    return out.reshape(*x.shape[:-1], cfg.value_size) @ params["out_proj"], cache
+    return project(out.reshape(*x.shape[:-1], cfg.value_size), params["out_proj"]), cache
 
 
 def delta_inputs(
@@ -65,7 +65,7 @@ def delta_inputs(
     Float[Array, "N T Hv"],
     Float[Array, "N T Hv"],
 ]:
-    """`(q, k, v, g, beta)` of the delta rule, at least float32, from projected rows after their `W - 1` rows of history.
+    """`(q, k, v, g, beta)` of the delta rule, at least float32, from projected rows behind `W - 1` rows of history.
 
     `q = l2(q) Dk^-0.5`, `k = l2(k)`, `beta = sigmoid(b)`, `g = -exp(A_log) softplus(a + dt_bias)`.
     """
@@ -84,16 +84,15 @@ def delta_inputs(
 def attention(
     params: Params, cfg: ModelConfig, x: Float[Array, "... D"], view: View, cache: KvCache | None
 ) -> tuple[Float[Array, "... D"], KvCache | None]:
-    """Gated attention: fused projection `(q|gate|k|v)`, per-head norms, partial rotary, `sigmoid(gate)` on the output."""
-    q_size, kv_size = cfg.q_heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-    q, gate, kv = jnp.split(x @ params["qkv_proj"], [q_size, 2 * q_size], axis=-1)
+    """Gated attention: fused projection `(q|gate|k|v)`, per-head norms, partial rotary, `sigmoid(gate)` on the out."""
+    q_size = cfg.q_heads * cfg.head_dim
+    q, gate, kv = jnp.split(project(x, params["qkv_proj"]), [q_size, 2 * q_size], axis=-1)
     q = q.reshape(*x.shape[:-1], cfg.q_heads, cfg.head_dim)
     q = rotate(rms_norm(q, params["q_norm"], cfg.norm_eps), view.positions, cfg.rotary_dim, cfg.rope_theta)
     k, v = keys_and_values(params, cfg, kv, view.positions)
-    assert kv.shape[-1] == 2 * kv_size
     out, cache = view.attend(q, k, v, cache)
     out = out.reshape(*x.shape[:-1], q_size) * jax.nn.sigmoid(gate)
-    return out @ params["o_proj"], cache
+    return project(out, params["o_proj"]), cache
 
 
 def keys_and_values(

@@ -34,7 +34,7 @@ class KvCache(NamedTuple):
       kv: keys (normed and rotated) and values.
     """
 
-    kv: Float[Array, "S L 2 Hkv Dh"]
+    kv: Float[Array, "S 2 Hkv L Dh"]
 
 
 LayerCache = GdnCache | KvCache
@@ -55,7 +55,7 @@ def init_state(
 
     def layer(kind: str) -> LayerCache:
         if kind == "attention":
-            return KvCache(jnp.zeros((slots, length, 2, cfg.kv_heads, cfg.head_dim), dtype))
+            return KvCache(jnp.zeros((slots, 2, cfg.kv_heads, length, cfg.head_dim), dtype))
         return GdnCache(
             jnp.zeros((slots, cfg.gdn_value_heads, cfg.gdn_key_dim, cfg.gdn_value_dim), wide),
             jnp.zeros((slots, cfg.conv_width - 1 + max_drafts, cfg.conv_channels + 2 * cfg.gdn_value_heads), dtype),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -20,7 +21,7 @@ def layer(
     params: Params, cfg: ModelConfig, kind: LayerKind, x: Float[Array, "... D"], view: View, cache: LayerCache | None
 ) -> tuple[Float[Array, "... D"], LayerCache | None]:
     """Pre-norm residual block: `h = x + mixer(norm(x))`, then `h + ffn(norm(h))`."""
-    mixer = mixers.gdn if kind == "gdn" else mixers.attention
+    mixer: Any = mixers.gdn if kind == "gdn" else mixers.attention
     mixed, cache = mixer(params["mixer"], cfg, rms_norm(x, params["input_norm"], cfg.norm_eps), view, cache)
     x = x + mixed
     return x + ffn(params["ffn"], cfg, rms_norm(x, params["post_norm"], cfg.norm_eps)), cache
@@ -31,14 +32,14 @@ def trunk(
     cfg: ModelConfig,
     tokens: Int[Array, "..."],
     view: View,
-    caches: Sequence[LayerCache | None] | None = None,
-) -> tuple[Float[Array, "... D"], tuple[LayerCache | None, ...]]:
-    """Hiddens after the final norm (what the LM head and the MTP head see) and the updated caches.
+    caches: Sequence[LayerCache] | None = None,
+) -> tuple[Float[Array, "... D"], tuple[Any, ...]]:
+    """Hiddens after the final norm (what LM and MTP head see) and the updated caches (None for a view without them).
 
     Layers are unrolled over per-layer arrays: a scan over stacked weights copies them on every decode step.
     """
     x = params["embed"][tokens]
-    new_caches = []
+    new_caches: list[Any] = []
     for index, kind in enumerate(cfg.layers):
         cache = caches[index] if caches is not None else None
         x, cache = layer(params["layers"][index], cfg, kind, x, view, cache)

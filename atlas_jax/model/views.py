@@ -1,7 +1,7 @@
 """Three ways for rows to see their sequence: whole sequences, a prefill chunk, a decode step over slots.
 
-The trunk is one function; a view is what it is told about time. Each is a small frozen dataclass, built inside the program, with the same two
-methods, `recur` (the delta rule) and `attend`.
+The trunk is one function; a view is what it is told about time. Each is a small frozen dataclass, built inside the
+program, with the same two methods: `recur` (the delta rule) and `attend`.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Schedule:
     def optimizer(self) -> optax.GradientTransformation:
         warmup = min(self.warmup, self.steps // 5)  # short trial runs too
         rate = optax.warmup_cosine_decay_schedule(0.0, self.peak, warmup, self.steps, self.peak / 10)
-        decayed = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
+        decayed = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
         if self.muon:
             inner = optax.contrib.muon(
                 rate,

@@ -1,4 +1,4 @@
-"""A model directory as other engines know it: `config.json`, `model.safetensors` under Hugging Face names, `tokenizer.json`."""
+"""A model directory as other engines know it: `config.json`, and `model.safetensors` under Hugging Face names."""
 
 from __future__ import annotations
 

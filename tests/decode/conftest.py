@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from atlas_jax.config import ModelConfig
+from atlas_jax.decode.buckets import BucketConfig
 from atlas_jax.decode.engine import Engine, EngineConfig
 from atlas_jax.model.modules import Model
 
@@ -39,7 +40,12 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def engine(tiny):
-    """One engine for a module: 4 slots, up to 4 drafts, chunks of 4 and 8, everything in float64."""
+    """One engine for a module: 4 slots, up to 4 drafts, chunks of 4 and 8, everything in float64.
+
+    One batch bucket, so that 1 to 3 sequences leave padding in it.
+    """
+    buckets = BucketConfig(n=(4,))
+    config = EngineConfig(slots=4, context=96, max_drafts=4, buckets=buckets, prefill=(4, 8), dtype=jnp.float64)
     with jax.enable_x64(True):
         cfg, params = tiny
-        yield Engine(params, cfg, EngineConfig(slots=4, context=96, max_drafts=4, prefill=(4, 8), dtype=jnp.float64))
+        yield Engine(params, cfg, config)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from atlas_jax.decode.buckets import BucketConfig
 from atlas_jax.decode.engine import Engine, EngineConfig, Request, RequestError
 from atlas_jax.depth.policies import Fixed, Off, PolicyError
 from atlas_jax.model.state import GdnCache
@@ -103,7 +104,7 @@ def check_states(engine, reference):
         tokens = (*a.request.prompt, *a.emitted)
         assert a.length == len(tokens) - 1 and a.last == tokens[-1]
         reference.cancel_all()
-        reference._new_state()
+        reference._state = reference._new_state()
         reference._prefill(0, tokens)
         for mine, theirs in zip(state.layers, reference._state.layers, strict=True):
             if isinstance(mine, GdnCache):
@@ -111,28 +112,31 @@ def check_states(engine, reference):
                 np.testing.assert_allclose(mine.state[a.slot], theirs.state[0], atol=1e-9)
                 np.testing.assert_allclose(mine.window[a.slot, :taps], theirs.window[0, :taps], atol=1e-9)
             else:
-                np.testing.assert_allclose(mine.kv[a.slot, : a.length], theirs.kv[0, : a.length], atol=1e-9)
-        mine, theirs = state.head.kv[a.slot, : a.length], reference._state.head.kv[0, : a.length]
+                np.testing.assert_allclose(mine.kv[a.slot, :, :, : a.length], theirs.kv[0, :, :, : a.length], atol=1e-9)
+        mine, theirs = state.head.kv[a.slot, :, :, : a.length], reference._state.head.kv[0, :, :, : a.length]
         np.testing.assert_allclose(mine, theirs, atol=1e-9)
 
 
-def test_states_equal_replay_after_every_step_and_every_switch(engine, tiny, answers):
-    """Depth changes each step through every ordered pair of 0..4; after each, all states equal a replay (O2)."""
-    requests, done = answers
-    pairs = list(itertools.product(range(5), repeat=2))
-    depths = [d for pair in pairs for d in pair]
+EVERY_SWITCH = [0, 0, 1, 0, 2, 0, 3, 0, 4, 1, 1, 2, 1, 3, 1, 4, 2, 2, 3, 2, 4, 3, 3, 4, 4]  # each ordered pair, cyclic
+
+
+def test_states_equal_replay_after_every_step_and_every_switch(engine, tiny):
+    """The depth changes through every ordered pair of 0..4; after each step all states equal a replay (O2)."""
+    requests = [Request(p, max_new_tokens=70) for p in prompts(4)]
+    done = plain(engine, requests)
     engine._propose = scripted(whole(requests, done), SCRIPTS["mixed"])
     cfg, params = tiny
-    reference = Engine(params, cfg, dataclasses.replace(engine.config, slots=1))
-    engine.cancel_all()
+    reference = Engine(params, cfg, dataclasses.replace(engine.config, slots=1, buckets=BucketConfig(n=(1,))))
     ids = [engine.submit(r) for r in requests]
-    for step, depth in enumerate(itertools.cycle(depths)):
+    switches = []
+    for depth in itertools.cycle(EVERY_SWITCH):
         if engine.idle:
             break
         engine.policy = Fixed(depth)
         engine.step()
-        if step % 5 < 2:  # checking each of them would take minutes and find the same
-            check_states(engine, reference)
+        check_states(engine, reference)
+        switches.append(depth)
+    assert len(set(itertools.pairwise(switches))) == 25
     assert [(engine._completed[i].tokens, engine._completed[i].finished) for i in ids] == done
 
 
@@ -170,7 +174,7 @@ def test_poisoned_free_slots_and_dead_rows_change_nothing(engine, answers, poiso
             if isinstance(cache, GdnCache):
                 hide = lambda x: jnp.where(free.reshape(-1, *[1] * (x.ndim - 1)), poison, x)
                 return GdnCache(hide(cache.state), hide(cache.window))
-            return type(cache)(jnp.where(dead[:, :, None, None, None], poison, cache.kv))
+            return type(cache)(jnp.where(dead[:, None, None, :, None], poison, cache.kv))
 
         state = engine._state
         engine._state = state._replace(layers=tuple(map(spoil, state.layers)), head=spoil(state.head))
@@ -182,10 +186,10 @@ def test_ragged_rows_equal_full_ones(engine, tiny, answers):
     """Flat rows packed into fewer than n * k: each sequence drafts its own number."""
     requests, done = answers
     cfg, params = tiny
-    buckets = dataclasses.replace(engine.config.buckets, n=(4,), k=(4,), ragged=True)
-    ragged = Engine(params, cfg, dataclasses.replace(engine.config, max_drafts=3, buckets=buckets), Fixed(3))
+    buckets = BucketConfig(n=(4,), k=(3,), ragged=True)
+    ragged = Engine(params, cfg, dataclasses.replace(engine.config, max_drafts=2, buckets=buckets), Fixed(2))
     inner = scripted(whole(requests, done), SCRIPTS["mixed"])
-    lengths = itertools.cycle([0, 3, 1, 2, 1, 0, 0])
+    lengths = itertools.cycle([0, 2, 1, 2, 1, 0, 0])
     ragged._propose = lambda tokens, count: inner(tokens, count)[: next(lengths)]
     assert [(c.tokens, c.finished) for c in ragged.generate(requests)] == done
     assert len({b.rows for b in ragged._programs if not isinstance(b, int)}) > 2
@@ -224,41 +228,51 @@ def test_limits_cut_the_run_not_the_answer(engine, answers, room):
     engine.policy, engine._propose = Fixed(4), scripted(whole(requests, done), SCRIPTS["always right"])
     (short,) = engine.generate([dataclasses.replace(request, max_new_tokens=room)])
     assert short.tokens == tokens[:room] and short.finished == "length"
-    long = Request((*request.prompt, *tokens)[: engine.config.context - room], 50)
-    (bounded,) = engine.generate([dataclasses.replace(long, prompt=((5,) * (engine.config.context - 1 - room)))])
-    assert len(bounded.tokens) <= room + 1
-    engine.policy, engine._propose = Off(), None
-    assert engine.generate([dataclasses.replace(long, prompt=((5,) * (engine.config.context - 1 - room)))])[0].tokens == bounded.tokens
 
 
-@pytest.mark.parametrize("where", range(6))
-def test_an_end_token_ends_the_answer_once(tiny, engine, answers, where):
-    """The end token at each position of an accepted run and as the bonus: cut there, finished "stop"; `ignore_eos`
-    runs through it (B20, B21)."""
+@pytest.mark.parametrize("room", range(1, 7))
+def test_the_context_bounds_the_answer(engine, room):
+    """Prompt and answer together never pass the context: exactly the tokens that fit, as in plain decode (B22)."""
+    request = Request((5,) * (engine.config.context - room), 50, ignore_eos=True)
+    ((tokens, reason),) = plain(engine, [request])
+    assert len(tokens) == room and reason == "length"
+    answer = (*request.prompt, *tokens, 0, 0, 0, 0)
+    engine.policy, engine._propose = Fixed(4), lambda known, count: answer[len(known) : len(known) + count]
+    (completion,) = engine.generate([request])
+    assert completion.tokens == tokens
+
+
+def test_an_end_token_ends_the_answer_once(tiny, engine, answers):
+    """The end token as first token, at each place of an accepted run of 4 and as its bonus: cut there, "stop"; and
+    `ignore_eos` runs through it (B20, B21)."""
     requests, done = answers
-    index = max(range(len(done)), key=lambda i: len(done[i][0]))
+    place = 5
+    index = next(i for i, (tokens, _) in enumerate(done) if len(tokens) == 24 and tokens[place] not in tokens[:place])
     request, (tokens, _) = requests[index], done[index]
-    end = tokens[where]
-    cfg, params = tiny
-    cfg = dataclasses.replace(cfg, eos_ids=(end,))
-    small = dataclasses.replace(engine.config, slots=1)
-    other = Engine(params, cfg, small, Fixed(4), propose=scripted([(*request.prompt, *tokens)], lambda r: 9))
-    (cut,) = other.generate([request])
-    first = tokens.index(end)
-    assert cut.tokens == tokens[: first + 1] and cut.finished == "stop"
-    (through,) = other.generate([dataclasses.replace(request, ignore_eos=True)])
-    assert through.tokens == tokens and through.finished == "length"
+    cfg = dataclasses.replace(tiny[0], eos_ids=(tokens[place],))
+    config = dataclasses.replace(engine.config, slots=1, buckets=BucketConfig(n=(1,), k=(5,)))
+    drafter = scripted([(*request.prompt, *tokens)], lambda r: 9)
+    other = Engine(tiny[1], cfg, config, Fixed(4), propose=drafter)
+    for known in range(place + 1):  # the first step emits one token, the second up to five
+        longer = dataclasses.replace(request, prompt=(*request.prompt, *tokens[:known]), max_new_tokens=24 - known)
+        (cut,) = other.generate([longer])
+        assert cut.tokens == tokens[known : place + 1] and cut.finished == "stop"
+        (through,) = other.generate([dataclasses.replace(longer, ignore_eos=True)])
+        assert through.tokens == tokens[known:] and through.finished == "length"
 
 
 def test_after_warmup_no_traffic_compiles(tiny):
     cfg, params = tiny
     with jax.enable_x64(True):
-        engine = Engine(params, cfg, EngineConfig(slots=3, context=64, max_drafts=2, prefill=(4,), dtype=jnp.float64))
-        policies = [Off(), Fixed(1), Fixed(2)]
+        buckets = BucketConfig(n=(1, 4))
+        config = EngineConfig(slots=3, context=64, max_drafts=1, buckets=buckets, prefill=(4,), dtype=jnp.float64)
+        engine = Engine(params, cfg, config)
+        policies = [Off(), Fixed(0), Fixed(1)]
         assert engine.warmup(policies) > 0
         for policy in policies:
             engine.policy = policy
-            engine.generate([Request(p, 9, temperature=t) for p, t in zip(prompts(5, seed=4), (0, 1, 0, 2, 0), strict=True)])
+            heats = zip(prompts(5, seed=4), (0, 1, 0, 2, 0), strict=True)
+            engine.generate([Request(p, 9, temperature=t) for p, t in heats])
         assert engine.compiles_after_warmup == 0
 
 

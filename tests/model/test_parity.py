@@ -91,7 +91,7 @@ def test_whole_forward(dump):
 
 
 def test_router(dump):
-    cfg, params, reference = dump
+    cfg, _, reference = dump
     if cfg.moe is None:
         assert "full/L0/moe/logits" not in reference  # a dense model has none; nothing is skipped
         return
@@ -113,7 +113,7 @@ def check_state(cfg, state, reference, at, length):
             close(window.swapaxes(1, 2), reference[f"{at}/L{index}/conv"][..., 1:])
         else:
             for which, name in enumerate("kv"):
-                close(cache.kv[slots, :length, which].swapaxes(1, 2), reference[f"{at}/L{index}/{name}"])
+                close(cache.kv[slots, which, :, :length], reference[f"{at}/L{index}/{name}"])
 
 
 def prefill(cfg, params, tokens, state, width=16):
@@ -190,7 +190,7 @@ def test_mtp_chain(dump):
         close(scores, reference[f"{at}/s{j}/logits_last"])
         np.testing.assert_array_equal(scores.argmax(-1), reference[f"{at}/drafts"][:, j])
     for which, name in enumerate("kv"):
-        close(cache.kv[slots, :9, which].swapaxes(1, 2), reference[f"{at}/kv_{name}"])
+        close(cache.kv[slots, which, :, :9], reference[f"{at}/kv_{name}"])
 
 
 def test_head_entries_are_what_the_head_caches(dump):

@@ -10,22 +10,22 @@ from atlas_jax.kernels.numerics import EXACT, widen
 
 
 def write_cache(
-    pool: Float[Array, "S L 2 Hkv Dh"],
+    pool: Float[Array, "S 2 Hkv L Dh"],
     slots: Int[Array, " N"],
     positions: Int[Array, "N K"],
     num_rows: Int[Array, " N"],
     k: Float[Array, "N K Hkv Dh"],
     v: Float[Array, "N K Hkv Dh"],
-) -> Float[Array, "S L 2 Hkv Dh"]:
+) -> Float[Array, "S 2 Hkv L Dh"]:
     """Store the live rows (`row < num_rows`) of each sequence at their positions; dead rows write nothing."""
     live = jnp.arange(positions.shape[1])[None, :] < num_rows[:, None]
     # Out of range and dropped, never negative: a negative index would wrap into a live row.
-    rows = jnp.where(live, positions, pool.shape[1])
-    return pool.at[slots[:, None], rows].set(jnp.stack([k, v], axis=2).astype(pool.dtype), mode="drop")
+    rows = jnp.where(live, positions, pool.shape[3])
+    return pool.at[slots[:, None], :, :, rows].set(jnp.stack([k, v], axis=2).astype(pool.dtype), mode="drop")
 
 
 def cache_attention(
-    pool: Float[Array, "S L 2 Hkv Dh"],
+    pool: Float[Array, "S 2 Hkv L Dh"],
     slots: Int[Array, " N"],
     positions: Int[Array, "N K"],
     lengths: Int[Array, " N"],
@@ -41,7 +41,7 @@ def cache_attention(
     A padding sequence (slot `S`, length 0) yields zeros.
     """
     n, rows, q_heads, dim = q.shape
-    _, capacity, _, kv_heads, _ = pool.shape
+    _, _, kv_heads, capacity, _ = pool.shape
     block = min(block, capacity)
     group = q_heads // kv_heads
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -50,15 +50,20 @@ def cache_attention(
     query = jnp.moveaxis(query, 2, 1).reshape(n, kv_heads, rows * group, dim)
     row_position = jnp.repeat(positions, group, axis=1)[:, None, :, None]
 
+    def read(slot: Array, start: Array) -> Array:
+        # The slot of a padding sequence is clamped to the last one; what it reads there is masked by its length of 0.
+        zero = jnp.zeros_like(slot)
+        at = (slot, zero, zero, start.astype(slot.dtype), zero)
+        return jax.lax.dynamic_slice(pool, at, (1, 2, kv_heads, block, dim))[0]
+
     def sweep(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, acc = carry
         # The last block is shifted back to fit; the entries that it repeats are masked.
         start = jnp.minimum(index * block, capacity - block)
         where = start + jnp.arange(block)
-        entry = pool.at[slots[:, None], where[None, :]].get(mode="fill", fill_value=0)
         live = ((where >= index * block)[None, :] & (where[None, :] < lengths[:, None]))[:, None, None, :]
-        k = jnp.moveaxis(entry[:, :, 0], 1, 2)
-        v = jnp.where(live[:, 0, 0, :, None, None], entry[:, :, 1], 0)
+        k, v = jnp.moveaxis(jax.vmap(lambda slot: read(slot, start))(slots), 1, 0)
+        v = jnp.where(live[:, :, 0, :, None], v, 0)
         scores = widen(jnp.einsum("nhqd,nhbd->nhqb", query, k, precision=EXACT))
         seen = live & (where[None, None, None, :] <= row_position)
         scores = jnp.where(seen, scores, -jnp.inf)
@@ -67,7 +72,7 @@ def cache_attention(
         anchor = jnp.where(jnp.isneginf(new_top), 0, new_top)
         weight = jnp.exp(scores - anchor)
         scale = jnp.exp(top - anchor)
-        new_acc = acc * scale + jnp.einsum("nhqb,nbhd->nhqd", weight, v.astype(wide), precision=EXACT)
+        new_acc = acc * scale + jnp.einsum("nhqb,nhbd->nhqd", weight, v.astype(wide), precision=EXACT)
         return new_top, total * scale + weight.sum(axis=-1, keepdims=True), new_acc
 
     shape = (n, kv_heads, rows * group)

@@ -1,0 +1,435 @@
+"""What speculation gains, measured: each policy beside plain decode, in one process, on the same requests.
+
+A speed is claimed only where the tokens are plain's own. The repetitions of the policies are interleaved, so that a
+machine that slows down slows all of them, and every ratio is taken within one repetition.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlas_jax.config import ModelConfig
+from atlas_jax.decode.buckets import BucketConfig
+from atlas_jax.decode.engine import Engine, EngineConfig, Request
+from atlas_jax.decode.telemetry import Acceptance
+from atlas_jax.depth.policies import Off, Policy
+from atlas_jax.model.mixers import Params
+from atlas_jax.model.trunk import logits, trunk
+from atlas_jax.model.views import Full
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+TIE_BOUND = 1e-4  # a divergence at a smaller gap between plain's two best logits is rounding (float32)
+MAX_EXCUSED_RATE = 1e-4  # of compared tokens; more than that is no rounding any more
+SCORING_WIDTH = 128  # rows of the forward that settles a divergence are padded to a multiple
+
+Tokens = Sequence[int]
+Gap = Callable[[int, int, int], float]  # (request, position in its answer, the other token) -> logits
+
+
+class BenchError(ValueError):
+    """A measurement that would mean nothing; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One policy in one regime at one concurrency, against plain decode.
+
+    Attributes:
+      tok_s: emitted tokens per second of decode steps, host work included, prefill apart; median over repetitions.
+        None where the tokens are not plain's, and so are the ratios.
+      ratio_to_plain: of tok_s, within a repetition; median, with `ratio_min` and `ratio_max` over the repetitions.
+      tok_step: tokens per sequence-step.
+      p1, p2_cond, p3_cond: acceptance of draft j where those before it were accepted; None where none was offered.
+      step_cost: seconds of a step at full width over those of plain's; median over repetitions.
+      equal: the same tokens as plain's first repetition, but for excused near ties (and those rarer than 1 in 10,000).
+      excused, unexcused: divergences at a near tie, and others; over all repetitions.
+      compared: tokens that were compared, over all repetitions.
+      compiles_after_warmup: programs compiled while this cell was measured.
+      tokens: emitted, over all repetitions.
+      prefill_s: seconds of prefill in a repetition, median.
+      warmup_s: seconds it took to compile all programs of this concurrency, shared by its cells.
+      note: why `equal` is false, else empty.
+    """
+
+    regime: str
+    concurrency: int
+    policy: str
+    tok_s: float | None
+    ratio_to_plain: float | None
+    ratio_min: float | None
+    ratio_max: float | None
+    tok_step: float
+    p1: float | None
+    p2_cond: float | None
+    p3_cond: float | None
+    step_cost: float
+    equal: bool
+    excused: int
+    unexcused: int
+    compared: int
+    compiles_after_warmup: int
+    tokens: int
+    repetitions: int
+    prefill_s: float
+    warmup_s: float
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One pass over the requests. `repetition` -1 is the discarded first one: only its compilations count.
+
+    Seconds: `decode_s` of all steps, `full_step_s` of one step at full width (mean), `prefill_s` of all prompts.
+    """
+
+    policy: str
+    repetition: int
+    answers: tuple[tuple[int, ...], ...]
+    decode_s: float
+    full_step_s: float
+    prefill_s: float
+    acceptance: Acceptance
+    compiles: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.answers))
+
+    @property
+    def tok_s(self) -> float:
+        return self.tokens / self.decode_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Tokens compared and divergences found; a request is compared up to and including its first divergence."""
+
+    compared: int = 0
+    excused: int = 0
+    unexcused: int = 0
+
+    def __add__(self, other: Comparison) -> Comparison:
+        return Comparison(
+            self.compared + other.compared, self.excused + other.excused, self.unexcused + other.unexcused
+        )
+
+    @property
+    def note(self) -> str:
+        """Why this is not equality, or nothing."""
+        if self.unexcused:
+            return f"{self.unexcused} divergences that no near tie excuses"
+        if self.excused > MAX_EXCUSED_RATE * self.compared:
+            return f"{self.excused} near ties in {self.compared} tokens, more than 1 in {1 / MAX_EXCUSED_RATE:,.0f}"
+        return ""
+
+
+def compare(plain: Sequence[Tokens], other: Sequence[Tokens], gap: Gap) -> Comparison:
+    """Compare answers request by request. Where one ends and the other goes on, nothing is excused."""
+    found = Comparison()
+    for request, (mine, theirs) in enumerate(zip(plain, other, strict=True)):
+        shared = min(len(mine), len(theirs))
+        at = next((i for i in range(shared) if mine[i] != theirs[i]), shared)
+        if at < shared:
+            excused = gap(request, at, theirs[at]) < TIE_BOUND
+            found += Comparison(at + 1, int(excused), int(not excused))
+        else:
+            found += Comparison(shared, 0, int(len(mine) != len(theirs)))
+    return found
+
+
+def near_tie(params: Params, cfg: ModelConfig, requests: Sequence[Request], answers: Sequence[Tokens]) -> Gap:
+    """How far the two tokens of a divergence lie below the best score, by a forward over plain's own text.
+
+    The larger of their two distances, in logits: at least the gap between the two best tokens, and large if either
+    token was never in question.
+    """
+
+    @jax.jit
+    def scores(params: Params, tokens: jax.Array, row: jax.Array) -> jax.Array:
+        hidden, _ = trunk(params, cfg, tokens, Full(jnp.arange(tokens.shape[1])[None]))
+        return logits(params, hidden[0, row])
+
+    device_params = functools.cache(lambda: jax.device_put(params))
+
+    @functools.cache
+    def gap(request: int, at: int, other: int) -> float:
+        text = [*requests[request].prompt, *answers[request][:at]]
+        padded = np.zeros((1, -(-len(text) // SCORING_WIDTH) * SCORING_WIDTH), np.int32)
+        padded[0, : len(text)] = text  # causal: what follows is never seen
+        found = np.asarray(scores(device_params(), padded, np.int32(len(text) - 1)))
+        return float(found.max() - min(found[answers[request][at]], found[other]))
+
+    return gap
+
+
+def build_engine(
+    params: Params, cfg: ModelConfig, concurrency: int, policies: Sequence[Policy], context: int
+) -> tuple[Engine, float]:
+    """An engine of `concurrency` slots with all programs of the policies compiled, and the seconds that took."""
+    drafts = max(policy.max_drafts for policy in policies)
+    buckets = BucketConfig(
+        n=tuple(2**i for i in range((concurrency - 1).bit_length() + 1)), k=tuple(range(1, drafts + 2))
+    )
+    engine = Engine(
+        params, cfg, EngineConfig(slots=concurrency, context=context, max_drafts=drafts, buckets=buckets), policies[0]
+    )
+    return engine, engine.warmup(policies)
+
+
+def with_plain(policies: Sequence[Policy]) -> list[Policy]:
+    """The policies, plain first: nothing is measured without its control."""
+    return [Off(), *(policy for policy in policies if policy.name != Off().name)]
+
+
+def measure(
+    params: Params,
+    cfg: ModelConfig,
+    requests_by_regime: Mapping[str, Sequence[Request]],
+    concurrencies: Sequence[int],
+    policies: Sequence[Policy],
+    repetitions: int = 5,
+    *,
+    context: int = 768,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Cell]:
+    """Cells of all regimes, concurrencies and policies (and plain), one engine a concurrency; `say` hears progress."""
+    cells = []
+    for concurrency in concurrencies:
+        engine, seconds = build_engine(params, cfg, concurrency, with_plain(policies), context)
+        say(f"concurrency {concurrency}: programs compiled in {seconds:.1f} s")
+        cells += measure_engine(engine, params, requests_by_regime, policies, repetitions, warmup_s=seconds, say=say)
+    return cells
+
+
+def measure_engine(
+    engine: Engine,
+    params: Params,
+    requests_by_regime: Mapping[str, Sequence[Request]],
+    policies: Sequence[Policy],
+    repetitions: int,
+    *,
+    warmup_s: float = 0.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Cell]:
+    """Cells of one warmed-up engine, which is kept full: its concurrency is its number of slots."""
+    policies, concurrency = with_plain(policies), engine.config.slots
+    cells = []
+    for regime, requests in requests_by_regime.items():
+        _check(regime, requests, concurrency, repetitions)
+        runs = [_run(engine, policy, requests[:concurrency], -1) for policy in policies]
+        for repetition in range(repetitions):
+            turn = repetition % len(policies)
+            for policy in policies[turn:] + policies[:turn]:
+                runs.append(_run(engine, policy, requests, repetition))
+            say(f"{regime}, concurrency {concurrency}: repetition {repetition + 1} of {repetitions}")
+        plain = next(run for run in runs if run.policy == Off().name and run.repetition == 0)
+        gap = near_tie(params, engine.cfg, requests, plain.answers)  # compiles, if at all, when all is measured
+        cells += summarize(regime, concurrency, runs, gap, warmup_s)
+    return cells
+
+
+def _check(regime: str, requests: Sequence[Request], concurrency: int, repetitions: int) -> None:
+    if repetitions < 1:
+        raise BenchError(f"repetitions is {repetitions}; measure at least one")
+    if len(requests) < concurrency:
+        raise BenchError(f"{regime}: {len(requests)} requests cannot keep {concurrency} slots full; give more prompts")
+    if any(request.temperature > 0 for request in requests):
+        raise BenchError(f"{regime}: only greedy requests are compared with plain; set temperature to 0")
+
+
+def _run(engine: Engine, policy: Policy, requests: Sequence[Request], repetition: int) -> Run:
+    before = engine.compiles_after_warmup
+    engine.policy = policy
+    engine.reset_telemetry()
+    answers = tuple(completion.tokens for completion in engine.generate(requests))
+    if not any(answers):
+        raise BenchError("the requests asked for no tokens")
+    acceptance = Acceptance()
+    for counts in engine.acceptance.values():
+        acceptance.merge(counts)
+    steps, seconds = engine.seconds[engine.config.slots]
+    return Run(
+        policy=policy.name,
+        repetition=repetition,
+        answers=answers,
+        decode_s=sum(seconds for _, seconds in engine.seconds.values()),
+        full_step_s=seconds / steps,
+        prefill_s=engine.prefill_seconds,
+        acceptance=acceptance,
+        compiles=engine.compiles_after_warmup - before,
+    )
+
+
+def summarize(regime: str, concurrency: int, runs: Sequence[Run], gap: Gap, warmup_s: float = 0.0) -> list[Cell]:
+    """The cells of one regime and concurrency, in the order in which the policies first ran."""
+    plain = {run.repetition: run for run in runs if run.policy == Off().name and run.repetition >= 0}
+    against_plain = lambda passes: sum((compare(plain[0].answers, run.answers, gap) for run in passes), Comparison())
+    control = against_plain(plain.values()).note
+    cells = []
+    for policy in dict.fromkeys(run.policy for run in runs):
+        passes = [run for run in runs if run.policy == policy and run.repetition >= 0]
+        found = against_plain(passes)
+        note = found.note or (control and f"plain does not repeat itself: {control}")
+        ratios = [run.tok_s / plain[run.repetition].tok_s for run in passes]
+        acceptance = Acceptance()
+        for run in passes:
+            acceptance.merge(run.acceptance)
+        claimed = (statistics.median(run.tok_s for run in passes), statistics.median(ratios), min(ratios), max(ratios))
+        tok_s, ratio, low, high = (None, None, None, None) if note else claimed
+        cells.append(
+            Cell(
+                regime=regime,
+                concurrency=concurrency,
+                policy=policy,
+                tok_s=tok_s,
+                ratio_to_plain=ratio,
+                ratio_min=low,
+                ratio_max=high,
+                tok_step=acceptance.tok_step or 0.0,
+                p1=acceptance.conditional(1),
+                p2_cond=acceptance.conditional(2),
+                p3_cond=acceptance.conditional(3),
+                step_cost=statistics.median(run.full_step_s / plain[run.repetition].full_step_s for run in passes),
+                equal=not note,
+                excused=found.excused,
+                unexcused=found.unexcused,
+                compared=found.compared,
+                compiles_after_warmup=sum(run.compiles for run in runs if run.policy == policy),
+                tokens=sum(run.tokens for run in passes),
+                repetitions=len(passes),
+                prefill_s=statistics.median(run.prefill_s for run in passes),
+                warmup_s=warmup_s,
+                note=note,
+            )
+        )
+    return cells
+
+
+def to_json(cells: Sequence[Cell]) -> dict[str, Any]:
+    """`{"cells": [...]}` with every field of every cell, rounded to what the measurement carries."""
+    digits = {"tok_s": 1, "warmup_s": 1}
+    rounded = lambda name, value: round(value, digits.get(name, 4)) if isinstance(value, float) else value
+    return {"cells": [{k: rounded(k, v) for k, v in dataclasses.asdict(cell).items()} for cell in cells]}
+
+
+def console(stderr: bool = False) -> Console:
+    """A rich console, wide enough for the table where the output is no terminal."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr)
+    if not made.is_terminal:
+        made.width = 120
+    return made
+
+
+def table(cells: Sequence[Cell]) -> Table:
+    """The cells as a table; a policy that does not emit plain's tokens shows no speed."""
+    from rich.table import Table
+
+    caption = (
+        "tok/s: emitted tokens per second of decode steps (prefill apart), median over repetitions. x plain: ratio "
+        "within a repetition, median and range. cost: a step's time at full width over plain's; speculation pays "
+        "where tok/step exceeds it. p1, p2, p3: acceptance of draft j given those before it. near ties: divergences "
+        "where plain's two best logits are within 1e-4, excused."
+    )
+    made = Table(caption=caption, caption_justify="left")
+    made.add_column("regime")
+    made.add_column("C", justify="right")
+    made.add_column("policy")
+    for name in ("tok/s", "x plain", "tok/step", "cost", "p1", "p2", "p3", "equal", "near ties", "recompiles"):
+        made.add_column(name, justify="right")
+    number = lambda value, form: "-" if value is None else format(value, form)
+    for i, cell in enumerate(cells):
+        if cell.equal:
+            ratio, low, high = (number(x, ".2f") for x in (cell.ratio_to_plain, cell.ratio_min, cell.ratio_max))
+            speed = (number(cell.tok_s, ",.0f"), "1" if cell.policy == Off().name else f"{ratio} ({low}-{high})")
+        else:
+            speed = ("NOT EQUAL", "-")
+        made.add_row(
+            cell.regime,
+            str(cell.concurrency),
+            cell.policy,
+            *speed,
+            f"{cell.tok_step:.2f}",
+            f"{cell.step_cost:.2f}",
+            *(number(p, ".2f") for p in (cell.p1, cell.p2_cond, cell.p3_cond)),
+            "yes" if cell.equal else "NO",
+            str(cell.excused),
+            str(cell.compiles_after_warmup),
+            style="" if cell.equal else "red",
+            end_section=i + 1 < len(cells) and _group(cells[i + 1]) != _group(cell),
+        )
+    return made
+
+
+def _group(cell: Cell) -> tuple[str, int]:
+    return cell.regime, cell.concurrency
+
+
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#999999")  # told apart by everyone
+_MARKERS = "osD^vP*"
+
+
+def plot(cells: Sequence[Cell], path: Path) -> None:
+    """A PNG with two panels a regime: the speed-up at each concurrency, and the tokens of a step against its cost."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    regimes = list(dict.fromkeys(cell.regime for cell in cells))
+    concurrencies = sorted({cell.concurrency for cell in cells})
+    policies = [name for name in dict.fromkeys(cell.policy for cell in cells) if name != Off().name]
+    colour = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(policies)}
+    marker = {c: _MARKERS[i % len(_MARKERS)] for i, c in enumerate(concurrencies)}
+    shown = [cell for cell in cells if cell.equal and cell.policy in colour]
+
+    figure = Figure(figsize=(0.8 + 4.6 * len(regimes), 8.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, len(regimes), squeeze=False, sharey="row")
+    fastest = 1.1 * max([1.2, *(cell.ratio_max or 0.0 for cell in shown)])
+    top = 1.1 * max([2.0, *(max(cell.step_cost, cell.tok_step) for cell in shown)])
+    for column, regime in enumerate(regimes):
+        speed, trade = axes[0, column], axes[1, column]
+        speed.axhline(1, color="black", lw=1)
+        for cell in (cell for cell in shown if cell.regime == regime):
+            ratio, low, high = cell.ratio_to_plain or 0.0, cell.ratio_min or 0.0, cell.ratio_max or 0.0
+            shift = 0.14 * (policies.index(cell.policy) - (len(policies) - 1) / 2)
+            at = concurrencies.index(cell.concurrency) + shift
+            style = {"marker": marker[cell.concurrency], "color": colour[cell.policy]}
+            speed.errorbar(at, ratio, [[ratio - low], [high - ratio]], capsize=4, ms=5, **style)
+            size = 7 + 1.8 * (len(policies) - 1 - policies.index(cell.policy))  # so that one below another is seen
+            trade.plot(cell.step_cost, cell.tok_step, ls="", ms=size, **style)
+        speed.set(title=regime, xlabel="concurrency (sequences)", xlim=(-0.5, len(concurrencies) - 0.5))
+        speed.set_xticks(range(len(concurrencies)), [str(c) for c in concurrencies])
+        speed.set_ylim(0, fastest)
+        trade.plot([0, top], [0, top], color="black", lw=1)
+        trade.fill_between([0, top], [0, top], top, color="black", alpha=0.05, lw=0)
+        trade.text(0.03, 0.94, "speculation pays", color="0.35", fontsize=9, transform=trade.transAxes)
+        trade.plot(1, 1, "x", color="black", ms=8)
+        trade.set(xlim=(0.5, top), ylim=(0.5, top), xlabel="step cost (time of a step / plain's)")
+        for ax in (speed, trade):
+            ax.grid(alpha=0.25)
+            ax.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("tok/s / plain's tok/s (median, range)")
+    axes[1, 0].set_ylabel("tokens per sequence-step (plain: 1)")
+    keys = [Line2D([], [], color=colour[name], marker="o", ls="", label=name) for name in policies]
+    keys += [Line2D([], [], color="0.4", marker=marker[c], ls="", label=f"C = {c}") for c in concurrencies]
+    keys.append(Line2D([], [], color="black", marker="x", lw=1, label="plain, break-even"))
+    figure.legend(handles=keys, loc="outside lower center", ncols=min(len(keys), 3 * len(regimes)), frameon=False)
+    missing = [f"{c.regime} C={c.concurrency} {c.policy}" for c in cells if not c.equal]
+    if missing:
+        figure.suptitle("NOT EQUAL to plain, so not shown: " + ", ".join(missing), color="red", fontsize=9, wrap=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,131 @@
+"""Continues a text, streamed, and can show which tokens were drafted.
+
+    python scripts/generate.py --prompt "It rained upon the Tuesday, and" --show-drafts
+    python scripts/generate.py --chat --tools tools.jsonl --prompt "Which ferries go on Friday?"
+    echo "SCENE II. A wood" | python scripts/generate.py --file -
+
+Ctrl-C ends the answer early. The last line is JSON.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atlas_jax.decode.engine import Engine, EngineConfig, Request
+from atlas_jax.decode.telemetry import Acceptance
+from atlas_jax.depth.policies import parse_policy
+from atlas_jax.lab.prompts import TextStream, chat
+from atlas_jax.train.tokens import load_tokenizer
+from atlas_jax.weights.checkpoint import load_model
+
+LEGEND = {"accepted draft": "green", "rejected draft": "red strike", "the model's own": "yellow"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to continue, and how. Exactly one of `prompt` and `file` is given."""
+
+    prompt: str | None = None
+    file: Path | None = None  # `-` reads the standard input
+    model: Path = Path(__file__).resolve().parents[1] / "checkpoints" / "small"
+    policy: str = "ladder"  # plain, fixed1, fixed2, ..., ladder
+    max_new_tokens: int = 128
+    temperature: float = 0.0  # 0 is greedy
+    seed: int = 0  # of the sampling noise
+    chat: bool = False  # the text is a user's turn, and the assistant answers
+    tools: Path | None = None  # one JSON schema a line; implies `chat`
+    show_drafts: bool = False  # colour accepted drafts, strike rejected ones through in place
+
+
+def main(config: Config) -> dict[str, Any]:
+    """Streams the answer to stdout, then a summary and a last line of JSON; returns what that line holds."""
+    from rich.console import Console
+
+    console = Console(force_terminal=config.show_drafts or None)
+    text = _text(config)
+    cfg, params = load_model(config.model)
+    tokenizer = load_tokenizer(config.model / "tokenizer.json")
+    request = Request(tokenizer.encode(text).ids, config.max_new_tokens, config.temperature, config.seed)
+    policy = parse_policy(config.policy)
+    context = -(-(len(request.prompt) + config.max_new_tokens + 1) // 128) * 128
+    widths = tuple(width for width in EngineConfig.prefill if width < len(request.prompt)) or EngineConfig.prefill[:1]
+    sizes = EngineConfig(slots=1, context=context, max_drafts=policy.max_drafts, prefill=widths)
+    engine = Engine(params, cfg, sizes, policy)
+    engine.submit(request)  # a request that can't be served is refused before the compilation
+    engine.cancel_all()
+    compile_s = engine.warmup()
+
+    def show(text: str, style: str = "") -> None:
+        console.print(text, style=style, end="", markup=False, highlight=False, soft_wrap=True)
+
+    if config.show_drafts:
+        for label, style in LEGEND.items():
+            show(label, style)
+            show("   ")
+        show("\n\n")
+    if not config.chat and config.tools is None:
+        show(text, "dim")
+    accepted_style, rejected_style, own_style = LEGEND.values() if config.show_drafts else ("", "", "")
+    stream, emitted, finished = TextStream(tokenizer), [], "interrupted"
+    try:
+        for emission in engine.stream([request]):
+            *accepted, last = emission.tokens
+            emitted += emission.tokens
+            rejected = emission.drafts[len(accepted) :]
+            if rejected[:1] == (last,):  # right, but the answer ends here
+                rejected = ()
+            show("".join(map(stream.feed, accepted)), accepted_style)
+            if config.show_drafts:
+                show(_readable(tokenizer, rejected), rejected_style)
+            show(stream.feed(last), own_style)
+            finished = emission.finished or finished
+    except KeyboardInterrupt:
+        pass
+    show(stream.close() + "\n")
+
+    acceptance = Acceptance()
+    for counts in engine.acceptance.values():
+        acceptance.merge(counts)
+    seconds = sum(spent for _, spent in engine.seconds.values())
+    result = {
+        "policy": policy.name,
+        "text": tokenizer.decode(emitted, skip_special_tokens=False),
+        "tokens": len(emitted),
+        "steps": acceptance.steps,
+        "tok_step": round(len(emitted) / acceptance.steps, 4) if acceptance.steps else None,
+        "tok_s": round(len(emitted) / seconds, 1) if seconds else None,  # decode steps, prefill apart
+        "finished": finished,
+        "compile_s": round(compile_s, 1),
+    }
+    rates = f"{result['tok_step'] or 0:.2f} tokens a step, {result['tok_s'] or 0:,.0f} tok/s"
+    show(f"\n{policy.name}: {len(emitted)} tokens in {acceptance.steps} steps, {rates} ({finished})\n", "bold")
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def _text(config: Config) -> str:
+    if (config.prompt is None) == (config.file is None):
+        raise SystemExit("give exactly one of --prompt and --file")
+    if config.prompt is not None:
+        text = config.prompt
+    else:
+        text = sys.stdin.read() if str(config.file) == "-" else config.file.read_text()
+    if not (config.chat or config.tools):
+        return text
+    lines = config.tools.read_text().splitlines() if config.tools else []
+    return chat(text, [json.loads(line) for line in lines if line.strip()])
+
+
+def _readable(tokenizer: Any, tokens: tuple[int, ...]) -> str:
+    """Rejected drafts as text on one line; halves of characters are left out."""
+    stream = TextStream(tokenizer)
+    text = "".join(map(stream.feed, tokens)) + stream.close()
+    return text.replace("\ufffd", "").replace("\n", "\u23ce")
+
+
+if __name__ == "__main__":
+    import tyro
+
+    main(tyro.cli(Config, description=__doc__))
