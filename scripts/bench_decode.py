@@ -33,7 +33,7 @@ class Config:
     repetitions: int = 5
     context: int = 768  # most tokens of a sequence, prompt included
     max_new_tokens: int | None = None  # of every request; None: 128 for prose, 96 for tools
-    json: bool = False  # print nothing but the last line
+    json: bool = False  # stdout gets nothing but the last line
 
 
 def main(config: Config) -> dict[str, Any]:
