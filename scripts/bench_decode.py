@@ -15,8 +15,9 @@ from typing import Any
 import jax
 
 from atlas_jax.depth.policies import parse_policy
-from atlas_jax.lab.bench import console, measure, table, to_json
+from atlas_jax.lab.bench import measure
 from atlas_jax.lab.prompts import load_requests
+from atlas_jax.lab.report import console, table, to_json
 from atlas_jax.train.tokens import load_tokenizer
 from atlas_jax.weights.checkpoint import load_model
 

@@ -17,8 +17,9 @@ import jax
 
 from atlas_jax.decode.engine import Emission, Engine, Request
 from atlas_jax.depth.policies import Off, Policy, parse_policy
-from atlas_jax.lab.bench import build_engine, console, measure_engine, plot, table, to_json, with_plain
+from atlas_jax.lab.bench import build_engine, measure_engine, with_plain
 from atlas_jax.lab.prompts import TextStream, load_requests
+from atlas_jax.lab.report import console, plot, table, to_json
 from atlas_jax.train.tokens import load_tokenizer
 from atlas_jax.weights.checkpoint import load_model
 

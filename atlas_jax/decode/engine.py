@@ -371,18 +371,7 @@ class Engine:
         return emissions
 
     def _plan(self, active: list[_Active], rows: list[int], bucket: Bucket) -> np.ndarray:
-        n = bucket.n
-        plan = Plan(
-            slots=np.full(n, self.config.slots, np.int32),  # out of range: a padding sequence writes nothing
-            lengths=np.zeros(n, np.int32),
-            pending=np.zeros(n, np.int32),
-            num_rows=np.zeros(n, np.int32),
-            room=np.ones(n, np.int32),
-            stops=np.ones(n, np.int32),
-            tokens=np.zeros((n, bucket.k), np.int32),
-            temperature=np.zeros(n, np.float32),
-            keys=np.zeros((n, 2), np.uint32),
-        )
+        plan = Plan.empty(bucket.n, bucket.k, self.config.slots)
         for i, a in enumerate(active):
             plan.slots[i], plan.lengths[i], plan.pending[i] = a.slot, a.length, a.pending
             plan.num_rows[i], plan.room[i], plan.stops[i] = rows[i], a.room, not a.request.ignore_eos

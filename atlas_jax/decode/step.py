@@ -75,6 +75,22 @@ class Plan(NamedTuple):
     temperature: Float[HostOrDevice, " N"]
     keys: UInt32[HostOrDevice, "N 2"]
 
+    @classmethod
+    def empty(cls, n: int, k: int, slots: int) -> Plan:
+        """A plan of n padding sequences of up to k rows, to be filled in; `slots` is the number of slots."""
+        ints = lambda value: np.full(n, value, np.int32)
+        return cls(
+            slots=ints(slots),
+            lengths=ints(0),
+            pending=ints(0),
+            num_rows=ints(0),
+            room=ints(1),
+            stops=ints(1),
+            tokens=np.zeros((n, k), np.int32),
+            temperature=np.zeros(n, np.float32),
+            keys=np.zeros((n, 2), np.uint32),
+        )
+
     def pack(self) -> np.ndarray:
         """All fields as one int32 `[N, 9 + K]` array: a step pays for every array it is handed."""
         columns = [self.slots, self.lengths, self.pending, self.num_rows, self.room, self.stops]
@@ -109,12 +125,14 @@ def step(
     params: Params,
     state: ModelState,
     packed: Int[Array, "N 9+K"],
-    *,
     cfg: ModelConfig,
     bucket: Bucket,
     ends: tuple[int, ...],
 ) -> tuple[ModelState, Result]:
-    """Run one step of `bucket`; the state comes back updated (donate it)."""
+    """Run one step of `bucket` on a packed plan; the state comes back updated (donate it).
+
+    `ends` are the end tokens. Jit with `cfg`, `bucket` and `ends` static.
+    """
     plan = Plan.unpack(packed)
     n, k = bucket.n, bucket.k
     view = _view(plan, bucket)

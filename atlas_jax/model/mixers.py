@@ -16,7 +16,7 @@ from atlas_jax.config import ModelConfig
 from atlas_jax.kernels.causal_conv import causal_conv
 from atlas_jax.kernels.gated_norm import gated_norm
 from atlas_jax.kernels.numerics import widen
-from atlas_jax.model.ops import l2_normalise, project, rms_norm, rotate
+from atlas_jax.model.ops import l2_normalise, rms_norm, rotate
 from atlas_jax.model.state import GdnCache, KvCache
 
 Params = dict[str, Any]
@@ -45,12 +45,12 @@ def gdn(
     params: Params, cfg: ModelConfig, x: Float[Array, "... D"], view: View, cache: GdnCache | None
 ) -> tuple[Float[Array, "... D"], GdnCache | None]:
     """Gated DeltaNet mixer: one fused projection `(q|k|v|b|a|z)`, conv, delta rule, gated norm, output projection."""
-    projected = project(x, params["in_proj"])
+    projected = x @ params["in_proj"]
     rows, gate = jnp.split(projected, [cfg.conv_channels + 2 * cfg.gdn_value_heads], axis=-1)
     out, cache = view.recur(params, cfg, rows, cache)
     gate = gate.reshape(*gate.shape[:-1], cfg.gdn_value_heads, cfg.gdn_value_dim)
     out = gated_norm(out, gate, params["norm"], cfg.norm_eps)
-    return project(out.reshape(*x.shape[:-1], cfg.value_size), params["out_proj"]), cache
+    return out.reshape(*x.shape[:-1], cfg.value_size) @ params["out_proj"], cache
 
 
 def delta_inputs(
@@ -71,10 +71,10 @@ def delta_inputs(
     """
     channels, heads = cfg.conv_channels, cfg.gdn_value_heads
     mixed = causal_conv(history[..., :channels], params["conv"], segments)
-    q, k, v = jnp.split(mixed, [cfg.key_size, 2 * cfg.key_size], axis=-1)
+    both, v = jnp.split(mixed, [2 * cfg.key_size], axis=-1)
     lead = mixed.shape[:2]
-    q = l2_normalise(q.reshape(*lead, cfg.gdn_key_heads, cfg.gdn_key_dim)) * cfg.gdn_key_dim**-0.5
-    k = l2_normalise(k.reshape(*lead, cfg.gdn_key_heads, cfg.gdn_key_dim))
+    q, k = jnp.split(l2_normalise(both.reshape(*lead, 2 * cfg.gdn_key_heads, cfg.gdn_key_dim)), 2, axis=2)
+    q = q * cfg.gdn_key_dim**-0.5
     v = widen(v.reshape(*lead, heads, cfg.gdn_value_dim))
     b, a = jnp.split(widen(history[:, cfg.conv_width - 1 :, channels:]), 2, axis=-1)
     g = -jnp.exp(widen(params["a_log"])) * jax.nn.softplus(a + widen(params["dt_bias"]))
@@ -86,13 +86,13 @@ def attention(
 ) -> tuple[Float[Array, "... D"], KvCache | None]:
     """Gated attention: fused projection `(q|gate|k|v)`, per-head norms, partial rotary, `sigmoid(gate)` on the out."""
     q_size = cfg.q_heads * cfg.head_dim
-    q, gate, kv = jnp.split(project(x, params["qkv_proj"]), [q_size, 2 * q_size], axis=-1)
+    q, gate, kv = jnp.split(x @ params["qkv_proj"], [q_size, 2 * q_size], axis=-1)
     q = q.reshape(*x.shape[:-1], cfg.q_heads, cfg.head_dim)
     q = rotate(rms_norm(q, params["q_norm"], cfg.norm_eps), view.positions, cfg.rotary_dim, cfg.rope_theta)
     k, v = keys_and_values(params, cfg, kv, view.positions)
     out, cache = view.attend(q, k, v, cache)
     out = out.reshape(*x.shape[:-1], q_size) * jax.nn.sigmoid(gate)
-    return project(out, params["o_proj"]), cache
+    return out @ params["o_proj"], cache
 
 
 def keys_and_values(

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.model.mixers import Params, View, keys_and_values
-from atlas_jax.model.ops import project, rms_norm
+from atlas_jax.model.ops import rms_norm
 from atlas_jax.model.state import KvCache
 from atlas_jax.model.trunk import layer
 
@@ -23,7 +23,7 @@ def head_input(
     mtp = params["mtp"]
     embedded = rms_norm(params["embed"][next_tokens], mtp["embed_norm"], cfg.norm_eps)
     both = jnp.concatenate([embedded, rms_norm(hidden, mtp["hidden_norm"], cfg.norm_eps)], axis=-1)
-    return project(both, mtp["fc"])
+    return both @ mtp["fc"]
 
 
 def head(

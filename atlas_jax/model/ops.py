@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlas_jax.kernels.numerics import widen
-
-_FEW_ROWS = 32
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
@@ -42,18 +38,7 @@ def rotate(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
-def project(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[Array, "... O"]:
-    """`x @ weight`, written for few rows as `(weight^T x^T)^T`: XLA's CPU backend packs the right operand of a product
-    anew on every call, and a step should not copy its weights. 1.5 to 1.7 times faster at 2 to 8 rows, equal elsewhere.
-    """
-    rows = math.prod(x.shape[:-1])
-    if not 1 < rows <= _FEW_ROWS:
-        return x @ weight
-    out = jax.lax.dot_general(weight, x.reshape(rows, -1), (((0,), (1,)), ((), ())))
-    return out.T.reshape(*x.shape[:-1], -1)
-
-
 def swiglu(x: Float[Array, "... D"], gate_up: Float[Array, "D I2"], down: Float[Array, "I D"]) -> Float[Array, "... D"]:
     """`down(silu(gate(x)) * up(x))` with gate and up fused in one `[D, 2 I]` weight."""
-    gate, up = jnp.split(project(x, gate_up), 2, axis=-1)
-    return project(jax.nn.silu(gate) * up, down)
+    gate, up = jnp.split(x @ gate_up, 2, axis=-1)
+    return (jax.nn.silu(gate) * up) @ down

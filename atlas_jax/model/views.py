@@ -99,9 +99,8 @@ class Prefill:
         out, state = gdn_chunk(state, q, k, v, g, beta, live)
         # The newest `W - 1` live rows: the slice that starts `num_rows` into history.
         newest = jax.vmap(lambda h, n: jax.lax.dynamic_slice_in_dim(h, n, taps))(history, self.num_rows)
-        window = jnp.concatenate([newest, window[:, taps:]], axis=1)
         return out, GdnCache(
-            cache.state.at[self.slots].set(state, mode="drop"), cache.window.at[self.slots].set(window, mode="drop")
+            cache.state.at[self.slots].set(state, mode="drop"), _store_window(cache.window, self.slots, newest)
         )
 
     def attend(
@@ -168,14 +167,15 @@ class Step:
             [align_pending(window, cfg.conv_width - 1, width - 1, self.pending), jnp.where(live[..., None], grid, 0)],
             axis=1,
         )
+        # Made once: fused into each of its readers, they would all read the pool, and XLA then copies the whole pool
+        # before it is written.
+        history = jax.lax.optimization_barrier(history)
         q, k, v, g, beta = delta_inputs(params, cfg, history)
         out, state = gdn_step(
             cache.state, self.slots, q[:, width - 1 :], k, v, g, beta, self.pending, self.num_rows
         )
         # Row 0 is folded now, so the window ends with it; the drafts behind it become the next pending rows.
-        kept = history[:, width:]
-        window = jnp.concatenate([kept, window[:, kept.shape[1] :]], axis=1)
-        return self.to_flat(out), GdnCache(state, cache.window.at[self.slots].set(window, mode="drop"))
+        return self.to_flat(out), GdnCache(state, _store_window(cache.window, self.slots, history[:, width:]))
 
     def attend(
         self,
@@ -215,5 +215,13 @@ def materialize(
     padded = jnp.pad(history, ((0, 0), (0, 1), (0, 0)))  # gdn_step expects a row 0; it is dead here
     q, k, v, g, beta = delta_inputs(params, cfg, padded)
     _, state = gdn_step(cache.state, slots, q[:, fold:], k, v, g, beta, pending, jnp.zeros_like(pending))
-    window = jnp.concatenate([history[:, fold:], window[:, taps:]], axis=1)
-    return GdnCache(state, cache.window.at[slots].set(window, mode="drop"))
+    return GdnCache(state, _store_window(cache.window, slots, history[:, fold:]))
+
+
+def _store_window(
+    pool: Float[Array, "S W-1+P C+2Hv"], slots: Int[Array, " N"], rows: Float[Array, "N H C+2Hv"]
+) -> Float[Array, "S W-1+P C+2Hv"]:
+    """Write the newest rows of each sequence. The places behind them are dead and cleared: keeping them would read the
+    pool in the very kernel that writes it, and XLA then copies the pool."""
+    padded = jnp.pad(rows, ((0, 0), (0, pool.shape[1] - rows.shape[1]), (0, 0)))
+    return pool.at[slots].set(padded.astype(pool.dtype), mode="drop")

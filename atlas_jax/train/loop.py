@@ -128,6 +128,8 @@ def train(
                 losses.append(value)
                 if done % run.log_every == 0 or done == schedule.steps:
                     mean_loss = float(np.mean(jax.device_get(losses)))
+                    if not np.isfinite(mean_loss):  # before anything is saved over a good checkpoint
+                        raise FloatingPointError(f"the loss is {mean_loss} at step {done}; the last checkpoint is kept")
                     seconds = time.perf_counter() - since
                     row: dict[str, Any] = {
                         "step": done,
@@ -142,8 +144,6 @@ def train(
                     with (run.directory / "metrics.jsonl").open("a") as file:
                         file.write(json.dumps(row) + "\n")
                     report(row)
-                    if not np.isfinite(mean_loss):
-                        raise FloatingPointError(f"the loss is {mean_loss} at step {done}; last checkpoint kept")
         except KeyboardInterrupt:
             save(done)
             raise

@@ -103,7 +103,7 @@ def balanced_texts(splits: Iterable[Split]) -> list[str]:
     return chosen
 
 
-def load_tokenizer(path: Path) -> "Tokenizer":
+def load_tokenizer(path: Path | str) -> "Tokenizer":
     """The tokenizer saved at `path`; `FileNotFoundError` with the command that makes it."""
     from tokenizers import Tokenizer
 

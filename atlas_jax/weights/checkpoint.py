@@ -27,11 +27,12 @@ def save_model(directory: Path, params: Params, cfg: ModelConfig, dtype: Any = m
     (directory / "config.json").write_text(json.dumps(cfg.to_hf(), indent=1) + "\n")
 
 
-def load_model(directory: Path, dtype: Any = np.float32) -> tuple[ModelConfig, Params]:
+def load_model(directory: Path | str, dtype: Any = np.float32) -> tuple[ModelConfig, Params]:
     """Read a model directory; all tensors become `dtype`, but `A_log` and `dt_bias`, which are at least float32.
 
     Raises `ConfigError` or `WeightError` naming what is missing or does not fit.
     """
+    directory = Path(directory)
     cfg = ModelConfig.load(directory)
     file = directory / "model.safetensors"
     if not file.is_file():

@@ -10,8 +10,9 @@ from atlas_jax.decode.engine import Request
 from atlas_jax.decode.telemetry import Acceptance
 from atlas_jax.depth.policies import Fixed, Off
 from atlas_jax.lab import bench
-from atlas_jax.lab.bench import Comparison, Run, compare, summarize, table, to_json
+from atlas_jax.lab.bench import Comparison, Run, compare, summarize
 from atlas_jax.lab.prompts import TextStream, chat, own_prompts, requests_for
+from atlas_jax.lab.report import plot, table, to_json
 from atlas_jax.train.corpora import CACHE
 from atlas_jax.train.tokens import load_tokenizer
 
@@ -91,7 +92,7 @@ def test_no_speed_without_equality(tmp_path):
         console.print(table(cells))
     row = next(line for line in capture.get().splitlines() if "fixed1" in line)
     assert "NOT EQUAL" in row and "80" not in row
-    bench.plot(cells, tmp_path / "deep" / "plot.png")
+    plot(cells, tmp_path / "deep" / "plot.png")
     assert (tmp_path / "deep" / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -6,6 +6,7 @@ only the dump's own float32 rounding is left (it reaches 9e-5 on logits of 20), 
 float32, where our rounding comes on top.
 """
 
+import functools
 import json
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from atlas_jax.model.mixers import delta_inputs
 from atlas_jax.model.ops import l2_normalise
 from atlas_jax.model.state import GdnCache, init_state
 from atlas_jax.model.trunk import logits, trunk
-from atlas_jax.model.views import Full, Prefill, Step
+from atlas_jax.model.views import Full, Prefill, Step, materialize
 from atlas_jax.weights.hf import params_from_hf, params_to_hf
 
 DATA = Path(__file__).parents[1] / "data"
@@ -73,14 +74,18 @@ class Recording:
 
 def test_whole_forward(dump):
     cfg, params, reference = dump
-    tokens = jnp.asarray(reference["full/input_ids"])
-    view = Recording(full_view(tokens))
-    hidden, _ = trunk(params, cfg, tokens, view)
+
+    @jax.jit
+    def run(params, tokens):
+        view = Recording(full_view(tokens))
+        return trunk(params, cfg, tokens, view)[0], view.seen
+
+    hidden, seen = run(params, reference["full/input_ids"])
     close(hidden, reference["full/hidden_postnorm"])
     close(logits(params, hidden), reference["full/logits"])
     for index, kind in enumerate(cfg.layers):
         if kind == "gdn":
-            q, k, v, g, beta, core = view.seen[index]
+            q, k, v, g, beta, core = seen[index]
             at = f"full/L{index}/gdn"
             close(q, l2_normalise(reference[f"{at}/q"]) * cfg.gdn_key_dim**-0.5)
             close(k, l2_normalise(reference[f"{at}/k"]))
@@ -116,7 +121,8 @@ def check_state(cfg, state, reference, at, length):
                 close(cache.kv[slots, which, :, :length], reference[f"{at}/L{index}/{name}"])
 
 
-def prefill(cfg, params, tokens, state, width=16):
+@functools.partial(jax.jit, static_argnames=("cfg", "width"))
+def prefill(params, tokens, state, cfg, width=16):
     """Prefill both sequences, into slots 2 and 0 of 4, padded to `width`."""
     count = tokens.shape[1]
     view = Prefill(jnp.array([2, 0]), jnp.zeros(2, int), jnp.full(2, count), width)
@@ -125,23 +131,29 @@ def prefill(cfg, params, tokens, state, width=16):
     return hidden[:, :count], state._replace(layers=layers)
 
 
-def step_view(rows, length, pending=0):
+def step_view(rows, length):
     grid = jnp.arange(2 * rows).reshape(2, rows)
-    full = lambda x: jnp.full(2, x)
-    return Step(jnp.array([2, 0]), full(length), full(rows), full(pending), grid, grid.reshape(-1), False)
+    slots, lengths = jnp.array([2, 0]), jnp.broadcast_to(length, 2)
+    return Step(slots, lengths, jnp.full(2, rows), jnp.zeros(2, int), grid, grid.reshape(-1), False)
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def decode(params, tokens, state, length, cfg):
+    """All rows of `tokens` `[2, rows]` at once, behind `length` committed ones."""
+    hidden, layers = trunk(params, cfg, tokens.reshape(-1), step_view(tokens.shape[1], length), state.layers)
+    return logits(params, hidden).reshape(*tokens.shape, -1), state._replace(layers=layers)
 
 
 def test_prefill_then_steps(dump):
     cfg, params, reference = dump
-    tokens = jnp.asarray(reference["full/input_ids"])
+    tokens = reference["full/input_ids"]
     state = init_state(cfg, slots=4, length=32, max_drafts=3, dtype=reference["full/logits"].dtype, head=False)
-    hidden, state = prefill(cfg, params, tokens[:, :PROMPT], state)
+    hidden, state = prefill(params, tokens[:, :PROMPT], state, cfg)
     close(hidden, reference["full/hidden_postnorm"][:, :PROMPT])
     check_state(cfg, state, reference, "cache_prefill", PROMPT)
     for j in range(4):
-        hidden, layers = trunk(params, cfg, tokens[:, PROMPT + j], step_view(1, PROMPT + j), state.layers)
-        state = state._replace(layers=layers)
-        close(logits(params, hidden), reference[f"step{j}/logits"][:, 0])
+        scores, state = decode(params, tokens[:, PROMPT + j : PROMPT + j + 1], state, PROMPT + j, cfg)
+        close(scores, reference[f"step{j}/logits"])
         if j in (0, 3):
             check_state(cfg, state, reference, f"cache_step{j}", PROMPT + j + 1)
 
@@ -149,18 +161,17 @@ def test_prefill_then_steps(dump):
 def test_verify_four_rows_then_fold(dump):
     """Four rows at once give the four steps' logits; folding all of them gives the four steps' state."""
     cfg, params, reference = dump
-    tokens = jnp.asarray(reference["full/input_ids"])
+    tokens = reference["full/input_ids"]
     state = init_state(cfg, slots=4, length=32, max_drafts=3, dtype=reference["full/logits"].dtype, head=False)
-    _, state = prefill(cfg, params, tokens[:, :PROMPT], state)
-    hidden, layers = trunk(params, cfg, tokens[:, PROMPT:].reshape(-1), step_view(4, PROMPT), state.layers)
-    close(logits(params, hidden).reshape(2, 4, -1), reference["verify/logits"])
-    from atlas_jax.model.views import materialize
-
+    _, state = prefill(params, tokens[:, :PROMPT], state, cfg)
+    scores, state = decode(params, tokens[:, PROMPT:], state, PROMPT, cfg)
+    close(scores, reference["verify/logits"])
+    fold = jax.jit(materialize, static_argnums=(1, 5))
     folded = tuple(
-        materialize(params["layers"][i]["mixer"], cfg, cache, jnp.array([2, 0]), jnp.full(2, 3), 3)
+        fold(params["layers"][i]["mixer"], cfg, cache, jnp.array([2, 0]), jnp.full(2, 3), 3)
         if isinstance(cache, GdnCache)
         else cache
-        for i, cache in enumerate(layers)
+        for i, cache in enumerate(state.layers)
     )
     check_state(cfg, state._replace(layers=folded), reference, "verify", PROMPT + 4)
 

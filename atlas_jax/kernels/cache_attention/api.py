@@ -31,7 +31,7 @@ def cache_attention(
     lengths: Int[Array, " N"],
     q: Float[Array, "N K Hq Dh"],
     *,
-    block: int = 128,
+    block: int | None = None,
 ) -> Float[Array, "N K Hq Dh"]:
     """Causal attention of each row over the first `lengths[n]` entries of its own slot, this step's rows included.
 
@@ -42,7 +42,8 @@ def cache_attention(
     """
     n, rows, q_heads, dim = q.shape
     _, _, kv_heads, capacity, _ = pool.shape
-    block = min(block, capacity)
+    # A sweep costs some kernels whatever its size: few sequences take long blocks, many waste less in short ones.
+    block = min(block or max(128, 512 // n), capacity)
     group = q_heads // kv_heads
     wide = jnp.promote_types(q.dtype, jnp.float32)
     # [N, Hkv, K * group, Dh]: all rows of a sequence share one product per key-value head.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -47,6 +48,7 @@ def gdn_step(
     q = jnp.where(live[:, folded:, None, None], q, 0)
     k, v = (jnp.where(live[:, :, None, None], x, 0) for x in (k, v))
     g, beta = (jnp.where(live[:, :, None], x, 0) for x in (g, beta))
-    state = pool.at[slots].get(mode="fill", fill_value=0)
+    # Gathered once: fused into each reader, all of them would read the pool, and XLA then copies it before the write.
+    state = jax.lax.optimization_barrier(pool.at[slots].get(mode="fill", fill_value=0))
     out, state = xla.fold_and_read(state, q, k, v, g, beta)
     return out, pool.at[slots].set(state, mode="drop")

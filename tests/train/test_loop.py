@@ -1,0 +1,77 @@
+"""A run that stops, however it stops, continues to the very parameters of one that did not."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from atlas_jax.train.loop import Run, Schedule, train
+
+START = {"layer": {"in_proj": np.eye(4, dtype=np.float32), "norm": np.zeros(4, np.float32)}}
+FROZEN = {"target": np.float32([1, -1, 2, 0])}
+
+
+def loss(trained, frozen, x):
+    out = x @ trained["layer"]["in_proj"] + trained["layer"]["norm"]
+    return ((out - frozen["target"]) ** 2).sum(), jnp.float32(x.shape[0])
+
+
+def batches(step):
+    return (np.random.default_rng(step).standard_normal((8, 4)).astype(np.float32),)
+
+
+def run(directory, steps=30, batches=batches, schedule=None, said=None):
+    report = (lambda row: None) if said is None else said.append
+    schedule = schedule or Schedule(30, warmup=3)
+    return train(loss, START, FROZEN, batches, schedule, Run(directory, 10, 5), report=report)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("straight"))
+
+
+def test_a_killed_run_resumes_bit_for_bit(straight, tmp_path):
+    """Killed between checkpoints, it goes on from the last one; interrupted by hand, from the very step."""
+
+    def stops(at, error):
+        def batch(step):
+            if step == at:
+                raise error
+            return batches(step)
+
+        return batch
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(tmp_path, batches=stops(14, RuntimeError("power cut")))
+    said = []
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, batches=stops(17, KeyboardInterrupt()), said=said)
+    assert said[0] == {"resumed_at": 10}
+    said = []
+    resumed = run(tmp_path, said=said)
+    assert said[0] == {"resumed_at": 17}
+    jax.tree.map(np.testing.assert_array_equal, resumed, straight)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 30
+
+
+def test_it_learns_and_leaves_its_inputs_alone(straight):
+    np.testing.assert_array_equal(START["layer"]["in_proj"], np.eye(4))
+    before, after = (float(loss(t, FROZEN, batches(99)[0])[0]) for t in (START, straight))
+    assert after < before
+    moved = jax.tree.map(lambda a, b: bool((np.asarray(a) != b).any()), straight, START)
+    assert all(jax.tree.leaves(moved))
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
+    bad = lambda step: (np.full((8, 4), np.nan, np.float32),)
+    with pytest.raises(FloatingPointError, match="at step 5"):
+        run(tmp_path, batches=bad)
+
+
+@pytest.mark.parametrize("muon", [True, False])
+def test_both_optimizers_move_every_leaf(tmp_path, muon):
+    trained = run(tmp_path, schedule=Schedule(30, warmup=3, muon=muon))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(trained))
