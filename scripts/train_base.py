@@ -9,7 +9,6 @@ Runs live in `--run`; the finished model (bfloat16, Hugging Face layout) goes to
 import json
 import shutil
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +21,8 @@ from atlas_jax.model.modules import Model
 from atlas_jax.train.batches import packed_batch
 from atlas_jax.train.corpora import load_prose
 from atlas_jax.train.loop import Run, Schedule, train
-from atlas_jax.train.losses import base_loss, head_loss
+from atlas_jax.train.losses import agreement
+from atlas_jax.train.objectives import base_loss, head_loss
 from atlas_jax.train.tokens import load_tokenizer, tokenize
 from atlas_jax.train.tools_text import load_tools
 from atlas_jax.weights.checkpoint import load_model, save_model
@@ -57,6 +57,7 @@ class Config:
     stage: Literal["base", "head", "both"] = "both"
     base_steps: int = 1500
     head_steps: int = 400
+    head_depth: int = 3  # drafts that the head is unrolled for
     batch: int = 4  # rows of `length` tokens
     length: int = 1024
     tools: float = 0.6  # share of rows that are tool transcripts
@@ -81,8 +82,8 @@ def main(config: Config) -> dict[str, Any]:
     base, head = model.params(), None
     fresh_head = base.pop("mtp")
 
-    def losses_of(loss: Any) -> Any:
-        """Held-out loss per regime, plain weights, over the same eight batches each time."""
+    def held_out_means(loss: Any, name: str = "held_out") -> Any:
+        """Held-out mean per regime, plain weights, over the same eight batches each time."""
         compiled = jax.jit(loss)
 
         def evaluate(trained: Any, frozen: Any) -> dict[str, float]:
@@ -94,7 +95,7 @@ def main(config: Config) -> dict[str, Any]:
                     batch = packed_batch({regime: tokens}, mix, step, config.batch, config.length, 1, reply_weight=1.0)
                     pairs.append([float(x) for x in compiled(trained, frozen, *batch)])
                 total, weight = np.sum(pairs, axis=0)
-                result[f"held_out_{regime}"] = round(float(total / weight), 4)
+                result[f"{name}_{regime}"] = round(float(total / weight), 4)
             return result
 
         return evaluate
@@ -102,7 +103,7 @@ def main(config: Config) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if config.stage in ("base", "both"):
         loss = lambda base, frozen, *batch: base_loss(base, SMALL, *batch)
-        evaluate = losses_of(loss)
+        evaluate = held_out_means(loss)
         base = train(
             loss,
             base,
@@ -118,8 +119,10 @@ def main(config: Config) -> dict[str, Any]:
         # The base as served, bfloat16 rounding included: the head learns the hiddens that it will see.
         base = load_model(config.out)[1]
         base.pop("mtp")
-        loss = lambda head, base, *batch: head_loss(base | {"mtp": head}, SMALL, *batch)
-        evaluate = losses_of(loss)
+        loss = lambda head, base, *batch: head_loss(base | {"mtp": head}, SMALL, *batch, depth=config.head_depth)
+        matches = lambda head, base, *batch: head_loss(base | {"mtp": head}, SMALL, *batch, measure=agreement)
+        losses, agreements = held_out_means(loss), held_out_means(matches, "agreement")
+        evaluate = lambda head: losses(head, base) | agreements(head, base)
         head = train(
             loss,
             fresh_head,
@@ -127,9 +130,9 @@ def main(config: Config) -> dict[str, Any]:
             batches,
             Schedule(config.head_steps, config.peak),
             Run(config.run / "head", config.save_every),
-            partial(evaluate, frozen=base),
+            evaluate,
         )
-        result |= {f"head_{k}": v for k, v in evaluate(head, base).items()}
+        result |= {f"head_{k}": v for k, v in evaluate(head).items()}
         save_model(config.out, jax.device_get(base | {"mtp": head}), SMALL)
     shutil.copy(config.tokenizer, config.out / "tokenizer.json")
     print(json.dumps(result))
