@@ -53,8 +53,7 @@ def main(config: Config) -> dict[str, Any]:
     widths = tuple(width for width in EngineConfig.prefill if width < len(request.prompt)) or EngineConfig.prefill[:1]
     sizes = EngineConfig(slots=1, context=context, max_drafts=policy.max_drafts, prefill=widths)
     engine = Engine(params, cfg, sizes, policy)
-    engine.submit(request)  # a request that can't be served is refused before the compilation
-    engine.cancel_all()
+    engine.check(request)  # before the compilation
     compile_s = engine.warmup()
 
     def show(text: str, style: str = "") -> None:

@@ -204,12 +204,13 @@ class Engine:
 
     def submit(self, request: Request) -> int:
         """Queue a request and return its id. Raises `RequestError` for one that cannot be served."""
-        self._check(request)
+        self.check(request)
         self._next_id += 1
         self._waiting.append((self._next_id, request))
         return self._next_id
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raises `RequestError`, naming the field and the bound, for a request that this engine cannot serve."""
         if not len(request.prompt):
             raise RequestError("the prompt is empty; give at least one token (for example the start-of-text token)")
         if bad := [t for t in request.prompt if not 0 <= t < self.cfg.vocab_size]:
@@ -260,7 +261,13 @@ class Engine:
         first = self._next_id + 1
         for _ in self.stream(requests):
             pass
-        return [self._completed.pop(i) for i in range(first, self._next_id + 1)]
+        return [self.completion(i) for i in range(first, self._next_id + 1)]
+
+    def completion(self, id: int) -> Completion:
+        """Hand over a finished request, once. Raises `RequestError` for one that is not finished (or was taken)."""
+        if id not in self._completed:
+            raise RequestError(f"request {id} is not finished, was cancelled or has been taken")
+        return self._completed.pop(id)
 
     def cancel_all(self) -> None:
         """Drop all unfinished requests. The engine stays usable, whatever was interrupted."""

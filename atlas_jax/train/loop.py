@@ -126,7 +126,8 @@ def train(
                 trained, state, value = step_fn(trained, state, frozen, *batch)
                 done += 1
                 losses.append(value)
-                if done % run.log_every == 0 or done == schedule.steps:
+                saving = done % run.save_every == 0 or done == schedule.steps
+                if saving or done % run.log_every == 0:
                     mean_loss = float(np.mean(jax.device_get(losses)))
                     if not np.isfinite(mean_loss):  # before anything is saved over a good checkpoint
                         raise FloatingPointError(f"the loss is {mean_loss} at step {done}; the last checkpoint is kept")
@@ -137,7 +138,7 @@ def train(
                         "tokens_per_s": round(len(losses) * batch[0].size / seconds),
                     }
                     losses, since = [], time.perf_counter()
-                    if done % run.save_every == 0 or done == schedule.steps:
+                    if saving:
                         save(done)
                         row |= evaluate(trained) if evaluate else {}
                         since = time.perf_counter()

@@ -137,7 +137,7 @@ def test_states_equal_replay_after_every_step_and_every_switch(engine, tiny):
         check_states(engine, reference)
         switches.append(depth)
     assert len(set(itertools.pairwise(switches))) == 25
-    assert [(engine._completed[i].tokens, engine._completed[i].finished) for i in ids] == done
+    assert [(c.tokens, c.finished) for c in map(engine.completion, ids)] == done
 
 
 def test_switching_between_plain_and_speculation(engine, answers):
@@ -150,7 +150,7 @@ def test_switching_between_plain_and_speculation(engine, answers):
             break
         engine.policy = policy
         engine.step()
-    assert [(engine._completed[i].tokens, engine._completed[i].finished) for i in ids] == done
+    assert [(c.tokens, c.finished) for c in map(engine.completion, ids)] == done
 
 
 @pytest.mark.parametrize("poison", [np.nan, 1e4])
@@ -179,7 +179,7 @@ def test_poisoned_free_slots_and_dead_rows_change_nothing(engine, answers, poiso
         state = engine._state
         engine._state = state._replace(layers=tuple(map(spoil, state.layers)), head=spoil(state.head))
         engine.step()
-    assert [(engine._completed[i].tokens, engine._completed[i].finished) for i in ids] == done[:5]
+    assert [(c.tokens, c.finished) for c in map(engine.completion, ids)] == done[:5]
 
 
 def test_ragged_rows_equal_full_ones(engine, tiny, answers):
@@ -215,7 +215,7 @@ def test_a_thousand_rejections_leave_the_state_exact(tiny):
             if rejections in (100, 1000) and len(emission.tokens) - 1 < len(emission.drafts):
                 check_states(engine, reference)
         assert rejections > 1000
-        assert engine._completed[1 + 1].tokens == tokens
+        assert engine.completion(2).tokens == tokens
 
 
 @pytest.mark.parametrize("room", range(7))
@@ -292,6 +292,8 @@ def test_bad_requests_are_refused_and_nothing_is_lost(engine, answers, request_,
     requests, done = answers
     with pytest.raises(RequestError, match=word):
         engine.submit(request_)
+    with pytest.raises(RequestError, match="not finished"):
+        engine.completion(10**9)
     assert plain(engine, requests[:2]) == done[:2]
 
 

@@ -25,7 +25,7 @@ def batches(step):
 def run(directory, steps=30, batches=batches, schedule=None, said=None):
     report = (lambda row: None) if said is None else said.append
     schedule = schedule or Schedule(30, warmup=3)
-    return train(loss, START, FROZEN, batches, schedule, Run(directory, 10, 5), report=report)
+    return train(loss, START, FROZEN, batches, schedule, Run(directory, save_every=10, log_every=4), report=report)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_it_learns_and_leaves_its_inputs_alone(straight):
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     bad = lambda step: (np.full((8, 4), np.nan, np.float32),)
-    with pytest.raises(FloatingPointError, match="at step 5"):
+    with pytest.raises(FloatingPointError, match="at step 4"):
         run(tmp_path, batches=bad)
 
 
