@@ -17,7 +17,7 @@ import jax
 
 from atlas_jax.decode.engine import Emission, Engine, Request
 from atlas_jax.depth.policies import Off, Policy, parse_policy
-from atlas_jax.lab.bench import build_engine, measure_engine, with_plain
+from atlas_jax.lab.bench import build_engine, measure_engine, use_cpu_threads, with_plain
 from atlas_jax.lab.prompts import TextStream, load_requests
 from atlas_jax.lab.report import console, plot, table, to_json
 from atlas_jax.train.tokens import load_tokenizer
@@ -44,6 +44,7 @@ class Config:
     repetitions: int = 3
     context: int = 768  # most tokens of a sequence, prompt included
     max_new_tokens: int | None = None  # of every request; None: 128 for prose, 96 for tools
+    cpu_threads: int = 1  # of XLA; more is slower for a model this small
     json: bool = False  # stdout gets nothing but the last line
 
 
@@ -52,6 +53,7 @@ def main(config: Config) -> dict[str, Any]:
     began = time.perf_counter()
     out = console(stderr=config.json)
     say = lambda text, **style: out.print(text, markup=False, highlight=False, **style)
+    use_cpu_threads(config.cpu_threads)
     policies = with_plain([parse_policy(name) for name in config.policies])
     cfg, params = load_model(config.model)
     tokenizer = load_tokenizer(config.model / "tokenizer.json")

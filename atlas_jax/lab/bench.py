@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
@@ -166,6 +167,23 @@ def near_tie(params: Params, cfg: ModelConfig, requests: Sequence[Request], answ
         return float(found.max() - min(found[answers[request][at]], found[other]))
 
     return gap
+
+
+def use_cpu_threads(count: int) -> None:
+    """Let XLA's CPU backend, which must not have started yet, run programs on `count` threads.
+
+    A decode step of a small model is hundreds of kernels of a microsecond or two; handing them between threads costs
+    more than it gains, for plain decode most of all. XLA sizes its pool by the cores that the process may use when the
+    backend starts. Raises `BenchError` for a count that this machine does not have.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if not 1 <= count <= len(allowed):
+        raise BenchError(f"{count} CPU threads were asked for; this process may use 1 to {len(allowed)}")
+    os.sched_setaffinity(0, allowed[:count])
+    try:
+        jax.devices()
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def build_engine(
