@@ -242,9 +242,15 @@ def measure_engine(
         _check(regime, requests, concurrency, repetitions)
         runs = [_run(engine, policy, requests[:concurrency], -1) for policy in policies]
         for repetition in range(repetitions):
-            turn = repetition % len(policies)
-            for policy in policies[turn:] + policies[:turn]:
-                runs.append(_run(engine, policy, requests, repetition))
+            # One sequence at a time, the policies alternate request by request, so that a machine that slows down for a
+            # second slows all of them. A full batch runs whole: cut into pieces it would drain between them.
+            pieces = [[request] for request in requests] if concurrency == 1 else [requests]
+            parts: dict[str, list[Run]] = {policy.name: [] for policy in policies}
+            for i, piece in enumerate(pieces):
+                turn = (repetition + i) % len(policies)
+                for policy in policies[turn:] + policies[:turn]:
+                    parts[policy.name].append(_run(engine, policy, piece, repetition))
+            runs += map(_join, parts.values())
             say(f"{regime}, concurrency {concurrency}: repetition {repetition + 1} of {repetitions}")
         plain = next(run for run in runs if run.policy == Off().name and run.repetition == 0)
         gap = near_tie(params, engine.cfg, requests, plain.answers)  # compiles, if at all, when all is measured
@@ -281,6 +287,24 @@ def _run(engine: Engine, policy: Policy, requests: Sequence[Request], repetition
         prefill_s=engine.prefill_seconds,
         acceptance=acceptance,
         compiles=engine.compiles_after_warmup - before,
+    )
+
+
+def _join(parts: Sequence[Run]) -> Run:
+    """Passes over pieces of the requests as one pass over all of them."""
+    if len(parts) == 1:
+        return parts[0]
+    acceptance = Acceptance()
+    for part in parts:
+        acceptance.merge(part.acceptance)
+    return dataclasses.replace(
+        parts[0],
+        answers=tuple(answer for part in parts for answer in part.answers),
+        decode_s=sum(part.decode_s for part in parts),
+        full_step_s=sum(part.full_step_s * part.acceptance.steps for part in parts) / acceptance.steps,
+        prefill_s=sum(part.prefill_s for part in parts),
+        acceptance=acceptance,
+        compiles=sum(part.compiles for part in parts),
     )
 
 
