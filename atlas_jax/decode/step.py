@@ -114,7 +114,7 @@ class Result(NamedTuple):
     Attributes:
       ints: `[N, 1 + K + P]`: tokens emitted, the target's picks (the first `count` are the emitted ones), the drafts
         for the next step.
-      draft_log_probs: log-probability of each proposed draft under the head.
+      draft_log_probs: log-probability of each proposed draft under the head; of width 0 unless asked for.
     """
 
     ints: Int[Array, "N 1+K+P"]
@@ -128,10 +128,11 @@ def step(
     cfg: ModelConfig,
     bucket: Bucket,
     ends: tuple[int, ...],
+    log_probs: bool = False,
 ) -> tuple[ModelState, Result]:
     """Run one step of `bucket` on a packed plan; the state comes back updated (donate it).
 
-    `ends` are the end tokens. Jit with `cfg`, `bucket` and `ends` static.
+    `ends` are the end tokens; `log_probs` asks for `draft_log_probs`. Jit with all but the first three static.
     """
     plan = Plan.unpack(packed)
     n, k = bucket.n, bucket.k
@@ -149,27 +150,30 @@ def step(
         ints = jnp.concatenate([count[:, None], picks], axis=1)
         return state._replace(layers=layers), Result(ints, jnp.zeros((n, 0)))
 
-    # Refill: the committed rows again through the head, with the trunk's true hiddens and the tokens that follow them.
-    committed = dataclasses.replace(view, num_rows=count)
-    drafted, cache = mtp.head(params, cfg, picked, hidden, committed, state.head)
-    last = jnp.maximum(count - 1, 0)[:, None, None]
-    recycled = jnp.take_along_axis(view.to_grid(drafted), last, axis=1)[:, 0]
+    if state.head is None:
+        raise ValueError(f"{bucket} runs a draft head and the state was made without one")
+    # Refill: the committed rows enter the head's own cache, made of the trunk's true hiddens and the tokens after them.
+    # The head is one layer, so this takes no attention and no FFN.
+    k_new, v_new = mtp.head_entries(params, cfg, picked, hidden, view.positions)
+    entries = (view.to_grid(k_new), view.to_grid(v_new))
+    cache: Any = KvCache(write_cache(state.head.kv, plan.slots, view.grid_positions, count, *entries))
 
-    # Propose: draft 1 falls out of the refill's last row, the rest chain single rows.
+    # Propose: a chain of single rows that begins with the last committed one.
+    last = jnp.maximum(count - 1, 0)[:, None]
+    draft = jnp.take_along_axis(picks, last, axis=1)[:, 0]
+    recycled = jnp.take_along_axis(view.to_grid(hidden), last[:, :, None], axis=1)[:, 0]
     drafts: list[Array] = []
-    log_probs: list[Array] = []
+    chances: list[Array] = []
     for j in range(k - 1):
-        if j > 0:
-            chained = _single(plan, plan.lengths + count + j - 1, count > 0)
-            recycled, cache = mtp.head(params, cfg, drafts[-1], recycled, chained, cache)
+        row = _single(plan, plan.lengths + count - 1 + j, count > 0)
+        recycled, cache = mtp.head(params, cfg, draft, recycled, row, cache)
         scores = logits(params, recycled)
         draft = pick(scores, plan.temperature, plan.keys, plan.lengths + count + j + 1)
-        log_prob = jax.nn.log_softmax(scores, axis=-1)
         drafts.append(draft)
-        log_probs.append(jnp.take_along_axis(log_prob, draft[:, None], axis=1)[:, 0])
+        if log_probs:
+            chances.append(jnp.take_along_axis(jax.nn.log_softmax(scores, axis=-1), draft[:, None], axis=1)[:, 0])
     ints = jnp.concatenate([count[:, None], picks, *(draft[:, None] for draft in drafts)], axis=1)
-    probabilities = jnp.stack(log_probs, axis=1) if log_probs else jnp.zeros((n, 0))
-    return ModelState(layers, cache), Result(ints, probabilities)
+    return ModelState(layers, cache), Result(ints, jnp.stack(chances, axis=1) if chances else jnp.zeros((n, 0)))
 
 
 def prefill(

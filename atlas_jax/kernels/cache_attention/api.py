@@ -42,8 +42,9 @@ def cache_attention(
     """
     n, rows, q_heads, dim = q.shape
     _, _, kv_heads, capacity, _ = pool.shape
-    # A sweep costs some kernels whatever its size: few sequences take long blocks, many waste less in short ones.
-    block = min(block or max(128, 512 // n), capacity)
+    # A sweep costs some kernels whatever its size, so blocks are long; many sequences take shorter ones, since a block
+    # of each of them is held at once.
+    block = min(block or min(512, max(128, 8192 // n)), capacity)
     group = q_heads // kv_heads
     wide = jnp.promote_types(q.dtype, jnp.float32)
     # [N, Hkv, K * group, Dh]: all rows of a sequence share one product per key-value head.
