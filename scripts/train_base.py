@@ -101,6 +101,7 @@ def main(config: Config) -> dict[str, Any]:
         return evaluate
 
     result: dict[str, Any] = {}
+    settings = {name: getattr(config, name) for name in ("batch", "length", "tools", "seed")}
     if config.stage in ("base", "both"):
         loss = lambda base, frozen, *batch: base_loss(base, SMALL, *batch)
         evaluate = held_out_means(loss)
@@ -110,7 +111,7 @@ def main(config: Config) -> dict[str, Any]:
             {},
             batches,
             Schedule(config.base_steps, config.peak),
-            Run(config.run / "base", config.save_every),
+            Run(config.run / "base", config.save_every, settings=settings),
             lambda trained: evaluate(trained, {}),
         )
         result |= {f"base_{k}": v for k, v in evaluate(base, {}).items()}
@@ -119,6 +120,8 @@ def main(config: Config) -> dict[str, Any]:
         # The base as served, bfloat16 rounding included: the head learns the hiddens that it will see.
         base = load_model(config.out)[1]
         base.pop("mtp")
+        base_mark = sum(float(np.abs(np.float64(leaf)).sum()) for leaf in jax.tree.leaves(base))  # another base is told
+        settings |= {"head_depth": config.head_depth, "base_mark": base_mark}
         loss = lambda head, base, *batch: head_loss(base | {"mtp": head}, SMALL, *batch, depth=config.head_depth)
         matches = lambda head, base, *batch: head_loss(base | {"mtp": head}, SMALL, *batch, measure=agreement)
         losses, agreements = held_out_means(loss), held_out_means(matches, "agreement")
@@ -129,7 +132,7 @@ def main(config: Config) -> dict[str, Any]:
             base,
             batches,
             Schedule(config.head_steps, config.peak),
-            Run(config.run / "head", config.save_every),
+            Run(config.run / "head", config.save_every, settings=settings),
             evaluate,
         )
         result |= {f"head_{k}": v for k, v in evaluate(head).items()}

@@ -16,11 +16,9 @@ from atlas_jax.config import ModelConfig
 from atlas_jax.kernels.cache_attention import cache_attention, write_cache
 from atlas_jax.kernels.gdn_chunk import gdn_chunk
 from atlas_jax.kernels.gdn_step import gdn_step
-from atlas_jax.kernels.numerics import EXACT, widen
+from atlas_jax.model.attention import causal_attention
 from atlas_jax.model.mixers import Params, delta_inputs
 from atlas_jax.model.state import GdnCache, KvCache
-
-_QUERY_BLOCK = 256  # rows of one attention product in `Full`: bounds its memory, halves its work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +51,7 @@ class Full:
         v: Float[Array, "N T Hkv Dh"],
         cache: None,
     ) -> tuple[Float[Array, "N T Hq Dh"], None]:
-        length, kv_heads, dim = q.shape[1], k.shape[2], q.shape[3]
-        q = q.reshape(*q.shape[:2], kv_heads, -1, dim) * dim**-0.5
-        out = []
-        for start in range(0, length, _QUERY_BLOCK):  # later keys are dead for a block: don't multiply them at all
-            stop = min(start + _QUERY_BLOCK, length)
-            scores = widen(jnp.einsum("nqhgd,nkhd->nhgqk", q[:, start:stop], k[:, :stop], precision=EXACT))
-            seen = jnp.tril(jnp.ones((stop, stop), bool))[None, start:]
-            if self.segments is not None:
-                seen = seen & (self.segments[:, start:stop, None] == self.segments[:, None, :stop])
-            weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1).astype(v.dtype)
-            out.append(jnp.einsum("nhgqk,nkhd->nqhgd", weights, v[:, :stop], precision=EXACT))
-        joined = jnp.concatenate(out, axis=1)
-        return joined.reshape(*joined.shape[:2], -1, dim), None
+        return causal_attention(q, k, v, self.segments), None
 
 
 @dataclasses.dataclass(frozen=True)

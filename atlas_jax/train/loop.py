@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,24 @@ def _matrices(params: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Where a run lives and how often it saves and speaks."""
+    """Where a run lives, how often it saves and speaks, and what else defines it.
+
+    `settings` (JSON values: seed, data, what is frozen) is kept beside the checkpoints with the schedule. A resume with
+    other settings is allowed, a longer run for example, and says what has changed.
+    """
 
     directory: Path
     save_every: int = 100
     log_every: int = 20
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _settings_changed(path: Path, settings: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """`{name: [before, now]}` against the file, which then holds what is now."""
+    now = json.loads(json.dumps(settings))
+    before = json.loads(path.read_text()) if path.exists() else now
+    path.write_text(json.dumps(now, indent=2) + "\n")
+    return {name: [before.get(name), now.get(name)] for name in before | now if before.get(name) != now.get(name)}
 
 
 def train(
@@ -110,7 +123,9 @@ def train(
         if done:
             saved = manager.restore(done, args=ocp.args.StandardRestore({"params": trained, "optimizer": state}))
             trained, state = saved["params"], saved["optimizer"]
-            report({"resumed_at": done})
+        changed = _settings_changed(run.directory / "settings.json", {**run.settings, **dataclasses.asdict(schedule)})
+        if done:
+            report({"resumed_at": done} | ({"changed": changed} if changed else {}))
 
         def save(step: int) -> None:
             if step > (manager.latest_step() or 0):

@@ -10,14 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlas_jax.config import ModelConfig
-from atlas_jax.kernels.numerics import EXACT, widen
 from atlas_jax.model import mtp
+from atlas_jax.model.attention import causal_attention
 from atlas_jax.model.mixers import Params
 from atlas_jax.model.trunk import logits, trunk
 from atlas_jax.model.views import Full
 from atlas_jax.train.losses import Measure, cross_entropy, distillation
-
-_QUERY_BLOCK = 256  # rows of one attention product: bounds its memory
 
 
 def base_loss(
@@ -92,26 +90,9 @@ class Chained:
     def attend(
         self, q: Float[Array, "N T Hq Dh"], k: Float[Array, "N T Hkv Dh"], v: Float[Array, "N T Hkv Dh"], cache: None
     ) -> tuple[Float[Array, "N T Hq Dh"], tuple[Array, Array]]:
-        length, kv_heads, dim = q.shape[1], k.shape[2], q.shape[3]
+        length = q.shape[1]
         (first_k, first_v), *chain = [(a[:, :length], b[:, :length]) for a, b in (*self.entries, (k, v))]
-        q = q.reshape(*q.shape[:2], kv_heads, -1, dim) * dim**-0.5
-        out = []
-        for start in range(0, length, _QUERY_BLOCK):
-            stop = min(start + _QUERY_BLOCK, length)
-            query = q[:, start:stop]
-            scores = widen(jnp.einsum("nqhgd,nkhd->nhgqk", query, first_k[:, :stop], precision=EXACT))
-            seen = jnp.tril(jnp.ones((stop, stop), bool))[None, start:]
-            seen = seen & (self.segments[:, start:stop, None] == self.segments[:, None, :stop])
-            scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-            own = [widen(jnp.einsum("nqhgd,nqhd->nhgq", query, a[:, start:stop], precision=EXACT)) for a, _ in chain]
-            weights = jax.nn.softmax(jnp.concatenate([scores, *(x[..., None] for x in own)], axis=-1), axis=-1)
-            weights = weights.astype(v.dtype)
-            mixed = jnp.einsum("nhgqk,nkhd->nqhgd", weights[..., :stop], first_v[:, :stop], precision=EXACT)
-            for i, (_, value) in enumerate(chain):
-                mixed += jnp.einsum("nhgq,nqhd->nqhgd", weights[..., stop + i], value[:, start:stop], precision=EXACT)
-            out.append(mixed)
-        joined = jnp.concatenate(out, axis=1)
-        return joined.reshape(*joined.shape[:2], -1, dim), (k, v)
+        return causal_attention(q, first_k, first_v, self.segments, chain), (k, v)
 
 
 def _positions(tokens: Int[Array, "N T"]) -> Int[Array, "N T"]:

@@ -57,6 +57,14 @@ def test_a_killed_run_resumes_bit_for_bit(straight, tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 30
 
 
+def test_a_resume_with_other_settings_says_so(tmp_path):
+    """A longer schedule on the same run is no secret."""
+    run(tmp_path, schedule=Schedule(10, warmup=3))
+    said = []
+    run(tmp_path, schedule=Schedule(12, peak=1e-3, warmup=3), said=said)
+    assert said[0] == {"resumed_at": 10, "changed": {"steps": [10, 12], "peak": [3e-3, 1e-3]}}
+
+
 def test_it_learns_and_leaves_its_inputs_alone(straight):
     np.testing.assert_array_equal(START["layer"]["in_proj"], np.eye(4))
     before, after = (float(loss(t, FROZEN, batches(99)[0])[0]) for t in (START, straight))
