@@ -1,7 +1,7 @@
 # Every target sets up .venv by itself; once that is done the check costs a few hundredths of a second.
 #   make test PYTEST_ARGS="-k ladder"     make demo ARGS="--help"     make setup PYTHON=python3.12
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint demo bench corpora clean
+.PHONY: help setup test lint gate demo bench corpora clean
 
 PY := .venv/bin/python
 PYTEST_ARGS ?=
@@ -19,6 +19,10 @@ test: setup  ## run the tests (PYTEST_ARGS= adds arguments)
 lint: setup  ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+gate: setup  ## compile every kernel and the decode steps for GPUs that need not be there (ARGS= adds arguments)
+	@bash scripts/setup_gate.sh
+	$(PY) scripts/compile_gate.py $(ARGS)
 
 demo: setup  ## train nothing, show everything: the shipped model, plain against speculative (ARGS= adds arguments)
 	$(PY) scripts/demo.py $(ARGS)

@@ -97,6 +97,7 @@ def main(config: Config) -> dict[str, Any]:
         "tok_s": round(len(emitted) / seconds, 1) if seconds else None,  # decode steps, prefill apart
         "finished": finished,
         "compile_s": round(compile_s, 1),
+        "kernels": engine.kernels.describe(),
     }
     rates = f"{result['tok_step'] or 0:.2f} tokens a step, {result['tok_s'] or 0:,.0f} tok/s"
     show(f"\n{policy.name}: {len(emitted)} tokens in {acceptance.steps} steps, {rates} ({finished})\n", "bold")

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from atlas_jax.config import ModelConfig
+from atlas_jax.kernels.backends import choose
 from atlas_jax.model.modules import Model
 from atlas_jax.train.batches import packed_batch
 from atlas_jax.train.corpora import load_prose
@@ -61,6 +62,7 @@ class Config:
     batch: int = 4  # rows of `length` tokens
     length: int = 1024
     tools: float = 0.6  # share of rows that are tool transcripts
+    reply_weight: float = 3.0  # of the tokens of assistant replies, against 1 for the rest
     peak: float = 3e-3
     seed: int = 0
     save_every: int = 100
@@ -71,12 +73,14 @@ class Config:
 
 def main(config: Config) -> dict[str, Any]:
     """Trains the stages asked for, writes the model, and prints a last line of JSON."""
+    kernels = choose()
+    print(kernels.describe())
     tokenizer = load_tokenizer(config.tokenizer)
     splits = (load_prose(), load_tools())
     train_sets = {split.regime: tokenize(split, tokenizer) for split in splits}
     held_out = {split.regime: tokenize(split, tokenizer, "held_out") for split in splits}
     batches = lambda step: packed_batch(
-        train_sets, config.tools, step, config.batch, config.length, config.seed
+        train_sets, config.tools, step, config.batch, config.length, config.seed, config.reply_weight
     )
     model = Model(SMALL, rngs=nnx.Rngs(config.seed))
     base, head = model.params(), None
@@ -101,9 +105,9 @@ def main(config: Config) -> dict[str, Any]:
         return evaluate
 
     result: dict[str, Any] = {}
-    settings = {name: getattr(config, name) for name in ("batch", "length", "tools", "seed")}
+    settings = {name: getattr(config, name) for name in ("batch", "length", "tools", "reply_weight", "seed")}
     if config.stage in ("base", "both"):
-        loss = lambda base, frozen, *batch: base_loss(base, SMALL, *batch)
+        loss = lambda base, frozen, *batch: base_loss(base, SMALL, *batch, kernels=kernels)
         evaluate = held_out_means(loss)
         base = train(
             loss,
@@ -122,8 +126,12 @@ def main(config: Config) -> dict[str, Any]:
         base.pop("mtp")
         base_mark = sum(float(np.abs(np.float64(leaf)).sum()) for leaf in jax.tree.leaves(base))  # another base is told
         settings |= {"head_depth": config.head_depth, "base_mark": base_mark}
-        loss = lambda head, base, *batch: head_loss(base | {"mtp": head}, SMALL, *batch, depth=config.head_depth)
-        matches = lambda head, base, *batch: head_loss(base | {"mtp": head}, SMALL, *batch, measure=agreement)
+        loss = lambda head, base, *batch: head_loss(
+            base | {"mtp": head}, SMALL, *batch, depth=config.head_depth, kernels=kernels
+        )
+        matches = lambda head, base, *batch: head_loss(
+            base | {"mtp": head}, SMALL, *batch, measure=agreement, kernels=kernels
+        )
         losses, agreements = held_out_means(loss), held_out_means(matches, "agreement")
         evaluate = lambda head: losses(head, base) | agreements(head, base)
         head = train(

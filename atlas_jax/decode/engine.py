@@ -25,6 +25,7 @@ from atlas_jax.decode.compiles import compiles
 from atlas_jax.decode.step import Bucket, Plan, fold_pending, prefill, step
 from atlas_jax.decode.telemetry import Acceptance
 from atlas_jax.depth.policies import Off, Policy, PolicyError
+from atlas_jax.kernels.backends import Backend, Kernels, choose
 from atlas_jax.model.mixers import Params
 from atlas_jax.model.state import ModelState, init_state
 
@@ -91,6 +92,7 @@ class EngineConfig:
       buckets: which shapes are compiled.
       prefill: widths of prefill programs, ascending; a prompt runs in chunks of the largest that it fills.
       dtype: of weights, activations and caches (recurrent states are at least float32).
+      kernels: who computes the GDN ops; "auto" is the reference on CPUs and Pallas Triton on GPUs that it supports.
     """
 
     slots: int = 8
@@ -99,6 +101,7 @@ class EngineConfig:
     buckets: BucketConfig = BucketConfig()
     prefill: tuple[int, ...] = (32, 128, 512)
     dtype: Any = jnp.float32
+    kernels: Literal["auto"] | Backend | Kernels = "auto"
 
 
 @dataclasses.dataclass
@@ -126,6 +129,7 @@ class Engine:
     """Serves requests with a model under a depth policy. Not thread-safe.
 
     Attributes:
+      kernels: what `config.kernels` came to on this device; `describe()` says it in a line.
       acceptance: what drafts were worth, by the number of active sequences of the step.
       seconds: `[steps, seconds]` of decode steps, host work included, by the number of active sequences.
       prefill_seconds: time spent in prefill.
@@ -145,6 +149,7 @@ class Engine:
         if not config.prefill or list(config.prefill) != sorted(set(config.prefill)) or config.prefill[0] < 1:
             raise ValueError(f"prefill widths must be positive and ascending, not {config.prefill}")
         self.cfg, self.config = cfg, config
+        self.kernels = choose(config.kernels)
         self._params = jax.device_put(_cast(params, config.dtype))
         self._programs: dict[Bucket | int | Literal["fold"], Any] = {}
         self._propose = propose
@@ -394,13 +399,13 @@ class Engine:
     def _lower(self, key: Bucket | int | Literal["fold"]) -> Any:
         """A step for a bucket, a prefill for a width, or the fold of everything pending; from shapes alone."""
         if isinstance(key, Bucket):
-            fn: Any = functools.partial(step, cfg=self.cfg, bucket=key, ends=self.cfg.eos_ids)
+            fn: Any = functools.partial(step, cfg=self.cfg, bucket=key, ends=self.cfg.eos_ids, kernels=self.kernels)
             shape: tuple[int, ...] = (key.n, 9 + key.k)
         elif key == "fold":
-            fn = functools.partial(fold_pending, cfg=self.cfg, fold=self.config.max_drafts)
+            fn = functools.partial(fold_pending, cfg=self.cfg, fold=self.config.max_drafts, kernels=self.kernels)
             shape = (2, self.config.slots)
         else:
-            fn = functools.partial(prefill, cfg=self.cfg, width=key)
+            fn = functools.partial(prefill, cfg=self.cfg, width=key, kernels=self.kernels)
             shape = (4 + key,)
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (self._params, self._state))
         return jax.jit(fn, donate_argnums=1).lower(*abstract, jax.ShapeDtypeStruct(shape, jnp.int32))
@@ -411,8 +416,10 @@ def _cast(params: Params, dtype: Any) -> Params:
     wide = jnp.promote_types(dtype, jnp.float32)
 
     def cast(path: tuple[Any, ...], leaf: Any) -> Any:
-        name = getattr(path[-1], "key", None)
-        return np.asarray(leaf).astype(wide if name in ("a_log", "dt_bias") else dtype)
+        wanted = wide if getattr(path[-1], "key", None) in ("a_log", "dt_bias") else dtype
+        if isinstance(leaf, jax.Array) and leaf.dtype == wanted:
+            return leaf  # already where it is needed: large models are made on the device
+        return np.asarray(leaf).astype(wanted)
 
     return jax.tree_util.tree_map_with_path(cast, params)
 

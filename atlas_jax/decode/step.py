@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from atlas_jax.config import ModelConfig
 from atlas_jax.decode.accept import emitted_count
 from atlas_jax.decode.sampling import pick
+from atlas_jax.kernels.backends import Kernels
 from atlas_jax.kernels.cache_attention import write_cache
 from atlas_jax.model import mtp
 from atlas_jax.model.mixers import Params
@@ -129,6 +130,7 @@ def step(
     bucket: Bucket,
     ends: tuple[int, ...],
     log_probs: bool = False,
+    kernels: Kernels = Kernels(),
 ) -> tuple[ModelState, Result]:
     """Run one step of `bucket` on a packed plan; the state comes back updated (donate it).
 
@@ -136,7 +138,7 @@ def step(
     """
     plan = Plan.unpack(packed)
     n, k = bucket.n, bucket.k
-    view = _view(plan, bucket)
+    view = _view(plan, bucket, kernels)
     row_tokens, row_temperature = view.to_flat(plan.tokens), view.to_flat(_per_row(plan.temperature, k))
     row_keys = view.to_flat(_per_row(plan.keys, k))
 
@@ -177,7 +179,13 @@ def step(
 
 
 def prefill(
-    params: Params, state: ModelState, packed: Int[Array, " 4+T"], *, cfg: ModelConfig, width: int
+    params: Params,
+    state: ModelState,
+    packed: Int[Array, " 4+T"],
+    *,
+    cfg: ModelConfig,
+    width: int,
+    kernels: Kernels = Kernels(),
 ) -> ModelState:
     """Consume up to `width` prompt tokens of one sequence.
 
@@ -185,7 +193,7 @@ def prefill(
     because the head's own cache pairs each hidden with the token that follows it.
     """
     slots, start, count, tokens = packed[0:1], packed[1:2], packed[2:3], packed[None, 3:]
-    view = Prefill(slots, start, count, width)
+    view = Prefill(slots, start, count, width, kernels)
     hidden, layers = trunk(params, cfg, tokens[:, :-1], view, state.layers)
     if state.head is None:
         return ModelState(layers, None)
@@ -194,13 +202,19 @@ def prefill(
 
 
 def fold_pending(
-    params: Params, state: ModelState, packed: Int[Array, "2 N"], *, cfg: ModelConfig, fold: int
+    params: Params,
+    state: ModelState,
+    packed: Int[Array, "2 N"],
+    *,
+    cfg: ModelConfig,
+    fold: int,
+    kernels: Kernels = Kernels(),
 ) -> ModelState:
     """Fold the pending rows (at most `fold`) of slots `packed[0]`, `packed[1]` of them each, into their GDN states:
     for tests, saving, prefix reuse."""
     slots, pending = packed
     layers = tuple(
-        materialize(params["layers"][i]["mixer"], cfg, cache, slots, pending, fold)
+        materialize(params["layers"][i]["mixer"], cfg, cache, slots, pending, fold, kernels)
         if isinstance(cache, GdnCache)
         else cache
         for i, cache in enumerate(state.layers)
@@ -208,16 +222,16 @@ def fold_pending(
     return state._replace(layers=layers)
 
 
-def _view(plan: Plan, bucket: Bucket) -> Step:
+def _view(plan: Plan, bucket: Bucket, kernels: Kernels) -> Step:
     n, k, rows = bucket.n, bucket.k, bucket.rows
     cells = jnp.arange(n * k, dtype=jnp.int32).reshape(n, k)
     if rows == n * k:
-        return Step(plan.slots, plan.lengths, plan.num_rows, plan.pending, cells, cells.reshape(-1), False)
+        return Step(plan.slots, plan.lengths, plan.num_rows, plan.pending, cells, cells.reshape(-1), False, kernels)
     offsets = jnp.cumsum(plan.num_rows) - plan.num_rows
     column = jnp.arange(k)[None, :]
     to_flat = jnp.where(column < plan.num_rows[:, None], offsets[:, None] + column, rows)
     to_grid = jnp.full(rows, n * k, jnp.int32).at[to_flat].set(cells, mode="drop")
-    return Step(plan.slots, plan.lengths, plan.num_rows, plan.pending, to_flat, to_grid, True)
+    return Step(plan.slots, plan.lengths, plan.num_rows, plan.pending, to_flat, to_grid, True, kernels)
 
 
 def _single(plan: Plan, lengths: Int[Array, " N"], active: Array) -> Step:

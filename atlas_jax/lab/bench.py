@@ -220,7 +220,7 @@ def measure(
     cells = []
     for concurrency in concurrencies:
         engine, seconds = build_engine(params, cfg, concurrency, with_plain(policies), context)
-        say(f"concurrency {concurrency}: programs compiled in {seconds:.1f} s")
+        say(f"concurrency {concurrency}: programs compiled in {seconds:.1f} s; {engine.kernels.describe()}")
         cells += measure_engine(engine, params, requests_by_regime, policies, repetitions, warmup_s=seconds, say=say)
     return cells
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlas_jax.config import ModelConfig
+from atlas_jax.kernels.backends import Kernels
 from atlas_jax.kernels.cache_attention import cache_attention, write_cache
 from atlas_jax.kernels.gdn_chunk import gdn_chunk
 from atlas_jax.kernels.gdn_step import gdn_step
@@ -28,10 +29,12 @@ class Full:
     Attributes:
       positions: `[N, T]` rotary positions.
       segments: `[N, T]` document of each row where several are packed; documents see nothing of each other.
+      kernels: backend of each op, as in every view.
     """
 
     positions: Int[Array, "N T"]
     segments: Int[Array, "N T"] | None = None
+    kernels: Kernels = Kernels()
 
     def recur(
         self, params: Params, cfg: ModelConfig, rows: Float[Array, "N T C+2Hv"], cache: None
@@ -42,7 +45,7 @@ class Full:
             first = jnp.diff(self.segments, axis=1, prepend=self.segments[:, :1]) != 0
             g = jnp.where(first[..., None], -jnp.inf, g)  # a document starts by forgetting the one before
         state = jnp.zeros((rows.shape[0], *v.shape[2:3], k.shape[-1], v.shape[-1]), v.dtype)
-        return gdn_chunk(state, q, k, v, g, beta)[0], None
+        return gdn_chunk(state, q, k, v, g, beta, **self.kernels.options("gdn_chunk"))[0], None
 
     def attend(
         self,
@@ -65,6 +68,7 @@ class Prefill:
     start: Int[Array, " N"]
     num_rows: Int[Array, " N"]
     width: int
+    kernels: Kernels = Kernels()
 
     @property
     def positions(self) -> Int[Array, "N T"]:
@@ -82,7 +86,7 @@ class Prefill:
         before = jnp.where(fresh[:, None, None], 0, window[:, :taps])
         history = jnp.concatenate([before, jnp.where(live[..., None], rows, 0)], axis=1)
         q, k, v, g, beta = delta_inputs(params, cfg, history)
-        out, state = gdn_chunk(state, q, k, v, g, beta, live)
+        out, state = gdn_chunk(state, q, k, v, g, beta, live, **self.kernels.options("gdn_chunk"))
         # The newest `W - 1` live rows: the slice that starts `num_rows` into history.
         newest = jax.vmap(lambda h, n: jax.lax.dynamic_slice_in_dim(h, n, taps))(history, self.num_rows)
         return out, GdnCache(
@@ -122,6 +126,7 @@ class Step:
     grid_to_flat: Int[Array, "N K"]
     flat_to_grid: Int[Array, " R"]
     ragged: bool
+    kernels: Kernels = Kernels()
 
     @property
     def grid_positions(self) -> Int[Array, "N K"]:
@@ -157,8 +162,10 @@ class Step:
         # before it is written.
         history = jax.lax.optimization_barrier(history)
         q, k, v, g, beta = delta_inputs(params, cfg, history)
+        queries = q[:, width - 1 :]
+        options = self.kernels.options("gdn_step")
         out, state = gdn_step(
-            cache.state, self.slots, q[:, width - 1 :], k, v, g, beta, self.pending, self.num_rows
+            cache.state, self.slots, queries, k, v, g, beta, self.pending, self.num_rows, **options
         )
         # Row 0 is folded now, so the window ends with it; the drafts behind it become the next pending rows.
         return self.to_flat(out), GdnCache(state, _store_window(cache.window, self.slots, history[:, width:]))
@@ -192,7 +199,13 @@ def align_pending(
 
 
 def materialize(
-    params: Params, cfg: ModelConfig, cache: GdnCache, slots: Int[Array, " N"], pending: Int[Array, " N"], fold: int
+    params: Params,
+    cfg: ModelConfig,
+    cache: GdnCache,
+    slots: Int[Array, " N"],
+    pending: Int[Array, " N"],
+    fold: int,
+    kernels: Kernels = Kernels(),
 ) -> GdnCache:
     """Fold the pending rows (at most `fold`) of `slots` into their states; afterwards nothing is pending."""
     taps = cfg.conv_width - 1
@@ -200,7 +213,9 @@ def materialize(
     history = align_pending(window, taps, fold, pending)
     padded = jnp.pad(history, ((0, 0), (0, 1), (0, 0)))  # gdn_step expects a row 0; it is dead here
     q, k, v, g, beta = delta_inputs(params, cfg, padded)
-    _, state = gdn_step(cache.state, slots, q[:, fold:], k, v, g, beta, pending, jnp.zeros_like(pending))
+    rows = jnp.zeros_like(pending)
+    options = kernels.options("gdn_step")
+    _, state = gdn_step(cache.state, slots, q[:, fold:], k, v, g, beta, pending, rows, **options)
     return GdnCache(state, _store_window(cache.window, slots, history[:, fold:]))
 
 

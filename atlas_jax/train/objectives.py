@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from atlas_jax.config import ModelConfig
+from atlas_jax.kernels.backends import Kernels
 from atlas_jax.model import mtp
 from atlas_jax.model.attention import causal_attention
 from atlas_jax.model.mixers import Params
@@ -24,9 +25,11 @@ def base_loss(
     tokens: Int[Array, "N T"],
     weights: Float[Array, "N T"],
     segments: Int[Array, "N T"],
+    *,
+    kernels: Kernels = Kernels(),
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Next-token cross-entropy of the trunk; `weights[:, t]` is the weight of token t as a target."""
-    hidden, _ = trunk(params, cfg, tokens, Full(_positions(tokens), segments))
+    hidden, _ = trunk(params, cfg, tokens, Full(_positions(tokens), segments, kernels))
     return cross_entropy(logits(params, hidden[:, :-1]), tokens[:, 1:], weights[:, 1:])
 
 
@@ -40,6 +43,7 @@ def head_loss(
     depth: int = 1,
     decay: float = 0.8,
     measure: Measure = distillation,
+    kernels: Kernels = Kernels(),
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The head, unrolled `depth` times, against the frozen trunk's own choices, by `measure`.
 
@@ -52,7 +56,7 @@ def head_loss(
     own = frozen | {"mtp": params["mtp"]}
     positions = _positions(tokens)
     length = tokens.shape[1]
-    hidden, _ = trunk(frozen, cfg, tokens, Full(positions, segments))
+    hidden, _ = trunk(frozen, cfg, tokens, Full(positions, segments, kernels))
     recycled: Array = hidden
     entries: tuple[Any, ...] = ()
     total = weight = jnp.zeros(())

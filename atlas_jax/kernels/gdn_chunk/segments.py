@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from atlas_jax.kernels.numerics import EXACT
 
 # Stands for -inf inside sums: `exp` of it is 0 all the same, and it has a product with zero.
-_FORGET = -1e30
+FORGET = -1e30
 
 
 def segment_decays(g: Float[Array, "... T"]) -> tuple[Float[Array, "... T T"], Float[Array, "... T"]]:
@@ -21,7 +21,7 @@ def segment_decays(g: Float[Array, "... T"]) -> tuple[Float[Array, "... T T"], F
     """
     size = g.shape[-1]
     lower = jnp.tril(jnp.ones((size, size), bool))
-    g = jnp.maximum(g, _FORGET)
+    g = jnp.maximum(g, FORGET)
     terms = jnp.where(jnp.tril(lower, -1), g[..., :, None], 0)
     sums = jnp.matmul(lower.astype(g.dtype), terms, precision=EXACT)
     return jnp.exp(jnp.where(lower, sums, -jnp.inf)), jnp.exp(jnp.cumsum(g, axis=-1))

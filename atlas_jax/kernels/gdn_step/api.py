@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from atlas_jax.kernels.backends import Backend, BackendError
 from atlas_jax.kernels.gdn_step import xla
+from atlas_jax.kernels.gdn_step.tiles import tile_for
+from atlas_jax.kernels.numerics import widen
 
 
 def gdn_step(
@@ -19,6 +22,10 @@ def gdn_step(
     beta: Float[Array, "N M Hv"],
     num_pending: Int[Array, " N"],
     num_rows: Int[Array, " N"],
+    *,
+    backend: Backend = "xla",
+    interpret: bool = False,
+    capability: tuple[int, int] | None = None,
 ) -> tuple[Float[Array, "N K Hv Dv"], Float[Array, "S Hv Dk Dv"]]:
     """Advance the sequences in `slots` by their committed rows and read the outputs of this step's rows.
 
@@ -30,25 +37,43 @@ def gdn_step(
         S' = exp(g) S;  d = beta (v - S'^T k);  S = S' + k d^T;  o = S^T q
 
     Args:
-      pool: states, at least float32. Row `slots[n]` belongs to sequence n; an index of `S` marks a padding sequence,
-        which reads zeros and writes nothing. Indices are never negative.
+      pool: states; arithmetic is at least float32 whatever their dtype. Row `slots[n]` belongs to sequence n; an index
+        of `S` marks a padding sequence, which writes nothing and whose outputs are zero. Indices are never negative.
       q, k: l2-normalised, q scaled by `Dk^-0.5`; key head of value head h is `h // (Hv / Hk)`. Only this step's rows
         have a q.
       v, g, beta: value rows, log decays (`<= 0`, `-inf` allowed) and write strengths per value head.
       num_pending, num_rows: live rows per sequence. `num_rows == 0` folds the pending rows alone (materialize).
+      backend: who computes it (`backends.choose` says what can). `interpret` runs a Pallas kernel without a GPU, for
+        tests; `capability` is the chip's, `(9, 0)` for sm_90, and chooses the kernel's tiles.
 
     Returns outputs (zero on dead rows) in the dtype of the state and the updated pool. Dead rows may hold anything,
-    NaN included: they are selected away before any arithmetic.
+    NaN included: they are selected away before any arithmetic. Drafts see the state before it is
+    rounded to the pool's dtype. Raises `BackendError` for an unknown backend
+    and for shapes that a kernel doesn't have.
     """
+    arguments = (pool, slots, q, k, v, g, beta, num_pending, num_rows)
+    # Imported when asked for: not every jax has both.
+    if backend == "triton":
+        from atlas_jax.kernels.gdn_step import pallas_triton
+
+        return pallas_triton.gdn_step(*arguments, tile=tile_for(capability), interpret=interpret)
+    if backend == "mosaic":
+        from atlas_jax.kernels.gdn_step import pallas_mosaic
+
+        return pallas_mosaic.gdn_step(*arguments, tile=tile_for(capability), interpret=interpret)
+    if backend != "xla":
+        raise BackendError(f"gdn_step has no backend {backend!r}; it has xla, triton, mosaic")
+
     folded = k.shape[1] - q.shape[1]
     row = jnp.arange(k.shape[1])[None, :]
     live = jnp.where(
         row < folded, row >= folded - num_pending[:, None], row - folded < num_rows[:, None]
     )
+    live = live & (slots < pool.shape[0])[:, None]
     q = jnp.where(live[:, folded:, None, None], q, 0)
     k, v = (jnp.where(live[:, :, None, None], x, 0) for x in (k, v))
     g, beta = (jnp.where(live[:, :, None], x, 0) for x in (g, beta))
     # Gathered once: fused into each reader, all of them would read the pool, and XLA then copies it before the write.
     state = jax.lax.optimization_barrier(pool.at[slots].get(mode="fill", fill_value=0))
-    out, state = xla.fold_and_read(state, q, k, v, g, beta)
-    return out, pool.at[slots].set(state, mode="drop")
+    out, state = xla.fold_and_read(widen(state), q, k, v, g, beta)
+    return out.astype(pool.dtype), pool.at[slots].set(state.astype(pool.dtype), mode="drop")
