@@ -162,7 +162,9 @@ def program_row(size: DecodeStep, reports: Sequence[Report] | None) -> ProgramRo
         loops=main.loops,
     )
     failures = []
-    if step != "xla" and not any(kernel.name.startswith("gdn_step") for kernel in main.kernels):
+    own = [kernel for kernel in main.kernels if kernel.name.startswith("gdn_step")]
+    failures += [f"{kernel.name} spills {kernel.spill_bytes} bytes" for kernel in own if kernel.spill_bytes]
+    if step != "xla" and not own:
         failures.append(f"no kernel named gdn_step* is in it, though {step} was chosen")
     if _known(row.aliased_bytes) < row.state_bytes:
         failures.append(f"{row.state_bytes - _known(row.aliased_bytes):,} bytes of donated state are not aliased")
@@ -209,43 +211,65 @@ def impossible(everything: Sequence[Case], chips: Sequence[str]) -> list[Skipped
 
 
 def kernel_table(rows: Sequence[KernelRow]) -> Table:
-    """One line per row."""
+    """One line per kernel and shape, a column per chip."""
+    from rich import box
     from rich.table import Table
 
+    chips = list(dict.fromkeys(row.chip for row in rows))
     made = Table(
         title="kernels",
-        caption="rel_err: against float64, interpreted. Registers of a thread; shared memory of a block, bytes; loads "
-        "and stores: instructions on global memory, a loop's body once. -: not checked, or not known.",
+        caption="rel_err: against float64, interpreted. A chip's column: registers of a thread / bytes spilled / bytes "
+        "of shared memory of a block. ld/st: instructions on global memory, a loop's body once. -: not checked, or not "
+        "known.",
         caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
-    for name in ("kernel", "backend", "spec", "chip"):
-        made.add_column(name, no_wrap=True)
-    for name in ("rel_err", "compiled", "registers", "spills", "shared", "loads", "stores"):
-        made.add_column(name, justify="right")
+    made.add_column("kernel, spec", no_wrap=True)
+    for name in ("rel_err", *chips, "ld/st"):
+        made.add_column(name, justify="right", no_wrap=True)
+    lines: dict[tuple[str, str], dict[str, dict[str, KernelRow]]] = {}
     for row in rows:
-        made.add_row(
-            *(row.kernel, row.backend, row.spec, row.chip),
-            *(_cell(row.rel_err, ".1e"), _cell(row.compiled), _cell(row.registers), _cell(row.spill_bytes)),
-            *(_cell(row.shared_bytes), _cell(row.loads), _cell(row.stores)),
-            style="red" if row.failures else "",
-        )
+        lines.setdefault((row.kernel, row.backend), {}).setdefault(row.spec, {})[row.chip] = row
+    for (kernel, backend), specs in lines.items():
+        made.add_row(f"{kernel}, {backend}", style="bold")
+        for spec, found in specs.items():
+            first = next(iter(found.values()))
+            made.add_row(
+                f"  {spec}",
+                _cell(first.rel_err, ".1e"),
+                *(_on_chip(found.get(chip)) for chip in chips),
+                f"{_cell(first.loads)}/{_cell(first.stores)}",
+                style="red" if any(row.failures for row in found.values()) else "",
+            )
     return made
+
+
+def _on_chip(row: KernelRow | None) -> str:
+    if row is None or row.compiled is None:
+        return "-"
+    if not row.compiled:
+        return "FAILED"
+    return "/".join(map(_cell, (row.registers, row.spill_bytes, row.shared_bytes)))
 
 
 def program_table(rows: Sequence[ProgramRow]) -> Table:
     """One line per row."""
+    from rich import box
     from rich.table import Table
 
     made = Table(
         title="decode steps, MiB",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
         caption=f"state: donated. layer: weights of the largest. temp: temporaries; growth: theirs, with {MORE_SLOTS} "
-        "times the slots. kernels/layer: launches that a layer more adds; loops: each turn waits for the host.",
+        "times the slots. per layer: launches that a layer more adds; loops: each turn waits for the host.",
         caption_justify="left",
     )
-    made.add_column("model")
+    made.add_column("model", no_wrap=True)
     made.add_column("chip")
     made.add_column("gdn_step")
-    for name in ("n", "rows", "state", "aliased", "layer", "temp", "growth", "kernels/layer", "launches", "loops"):
+    for name in ("n", "rows", "state", "aliased", "layer", "temp", "growth", "per layer", "launches", "loops"):
         made.add_column(name, justify="right")
     mib = lambda value: "-" if value is None else f"{value / 2**20:,.1f}"
     for row in rows:
@@ -258,7 +282,5 @@ def program_table(rows: Sequence[ProgramRow]) -> Table:
     return made
 
 
-def _cell(value: float | bool | None, form: str = "") -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
+def _cell(value: float | None, form: str = "") -> str:
     return "-" if value is None else format(value, form)
