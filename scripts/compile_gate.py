@@ -98,8 +98,10 @@ def main(config: Config) -> dict[str, Any]:
         "compilers": wheels.versions if wheels else None,
         "total_s": round(time.perf_counter() - began, 1),
     }
-    for made in (gate.kernel_table(kernels), gate.program_table(programs)):
-        out.print(made)
+    if kernels:
+        out.print(gate.kernel_table(kernels))
+    if programs:
+        out.print(gate.program_table(programs))
     for entry in skipped:
         out.print(f"not checked: {entry.what}: {entry.why}", markup=False, style="yellow")
     for line in result["failed"]:

@@ -95,7 +95,7 @@ def cells():
         repetitions=2,
         say=heard.append,
     )
-    assert len(heard) == 3 and "compiled" in heard[0]
+    assert len(heard) == 4 and "xla" in heard[0] and "compiled" in heard[1]
     return found
 
 
