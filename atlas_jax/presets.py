@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from atlas_jax.config import ConfigError, LayerKind, ModelConfig, MoEConfig
-from atlas_jax.model.mixers import Params
+from atlas_jax.model.mixers import Params, leaf_dtype
 from atlas_jax.model.modules import Model
 
 _BLOCK = 2**21  # most elements drawn at once: bounds what drawing a leaf stores beside it
@@ -109,13 +109,11 @@ def random_params(cfg: ModelConfig, seed: int = 0, dtype: Any = jnp.bfloat16) ->
     engine keeps them.
     """
     key = jax.random.key(seed)
-    wide = jnp.promote_types(dtype, jnp.float32)
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract_params(cfg))
     drawn = []
     for i, (path, leaf) in enumerate(leaves):
         parent, name = ("", *(getattr(part, "key", None) for part in path))[-2:]
-        to = wide if name in ("a_log", "dt_bias") else dtype
-        drawn.append(_draw(jax.random.fold_in(key, i), leaf.shape, _kind(parent, name), jnp.dtype(to)))
+        drawn.append(_draw(jax.random.fold_in(key, i), leaf.shape, _kind(parent, name), leaf_dtype(path, dtype)))
     return jax.tree_util.tree_unflatten(tree, drawn)
 
 

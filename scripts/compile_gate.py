@@ -21,7 +21,8 @@ from atlas_jax.lab import gate
 from atlas_jax.lab.crosscompile import CHIPS, CrossCompileError, Job, Report, Wheels, compile_jobs
 from atlas_jax.lab.crosscompile.kernels import OPS, Case, cases
 from atlas_jax.lab.crosscompile.programs import DecodeStep
-from atlas_jax.lab.gate import KernelRow, Skipped
+from atlas_jax.lab.gate import KernelRow
+from atlas_jax.lab.kernel_check import Skipped
 from atlas_jax.lab.report import console
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,7 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from atlas_jax.decode.step import Bucket, Plan, fold_pending, prefill, step
 from atlas_jax.decode.telemetry import Acceptance
 from atlas_jax.depth.policies import Off, Policy, PolicyError
 from atlas_jax.kernels.backends import Backend, Kernels, choose
-from atlas_jax.model.mixers import Params
+from atlas_jax.model.mixers import Params, leaf_dtype
 from atlas_jax.model.state import ModelState, init_state
 
 FinishReason = Literal["stop", "length"]
@@ -184,18 +184,24 @@ class Engine:
         self.seconds: dict[int, list[float]] = {}
         self.prefill_seconds = 0.0
 
-    def warmup(self, policies: Iterable[Policy] | None = None, concurrency: int | None = None) -> float:
+    def warmup(
+        self,
+        policies: Iterable[Policy] | None = None,
+        concurrency: int | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> float:
         """Compile every program that the policies (default: the current one) can reach; returns seconds.
 
         Up to `concurrency` (default: all slots) sequences may then be active. Programs compile side by side.
+        `compiler_options` are XLA's; given, they hold for all of these programs, compiled already or not.
         """
         began = time.perf_counter()
         wanted: set[Bucket | int] = set(self.config.prefill)
         for policy in policies or [self.policy]:
             wanted |= self.config.buckets.reachable(policy, concurrency or self.config.slots)
-        lowered = {key: self._lower(key) for key in wanted if key not in self._programs}
+        lowered = {key: self._lower(key) for key in wanted if compiler_options is not None or key not in self._programs}
         with ThreadPoolExecutor(max_workers=4) as pool:
-            compiled = pool.map(lambda program: program.compile(), lowered.values())
+            compiled = pool.map(lambda program: program.compile(compiler_options), lowered.values())
             self._programs |= dict(zip(lowered, compiled, strict=True))
         self._warm_compiles = compiles()
         return time.perf_counter() - began
@@ -413,10 +419,9 @@ class Engine:
 
 def _cast(params: Params, dtype: Any) -> Params:
     """Parameters in `dtype`, but decay parameters at least float32."""
-    wide = jnp.promote_types(dtype, jnp.float32)
 
     def cast(path: tuple[Any, ...], leaf: Any) -> Any:
-        wanted = wide if getattr(path[-1], "key", None) in ("a_log", "dt_bias") else dtype
+        wanted = leaf_dtype(path, dtype)
         if isinstance(leaf, jax.Array) and leaf.dtype == wanted:
             return leaf  # already where it is needed: large models are made on the device
         return np.asarray(leaf).astype(wanted)

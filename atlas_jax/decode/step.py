@@ -18,10 +18,9 @@ from atlas_jax.config import ModelConfig
 from atlas_jax.decode.accept import emitted_count
 from atlas_jax.decode.sampling import pick
 from atlas_jax.kernels.backends import Kernels
-from atlas_jax.kernels.cache_attention import write_cache
 from atlas_jax.model import mtp
 from atlas_jax.model.mixers import Params
-from atlas_jax.model.state import GdnCache, KvCache, ModelState
+from atlas_jax.model.state import GdnCache, ModelState
 from atlas_jax.model.trunk import logits, trunk
 from atlas_jax.model.views import Prefill, Step, materialize
 
@@ -156,9 +155,8 @@ def step(
         raise ValueError(f"{bucket} runs a draft head and the state was made without one")
     # Refill: the committed rows enter the head's own cache, made of the trunk's true hiddens and the tokens after them.
     # The head is one layer, so this takes no attention and no FFN.
-    k_new, v_new = mtp.head_entries(params, cfg, picked, hidden, view.positions)
-    entries = (view.to_grid(k_new), view.to_grid(v_new))
-    cache: Any = KvCache(write_cache(state.head.kv, plan.slots, view.grid_positions, count, *entries))
+    entries = mtp.head_entries(params, cfg, picked, hidden, view.positions)
+    cache: Any = dataclasses.replace(view, num_rows=count).write(state.head, *entries)
 
     # Propose: a chain of single rows that begins with the last committed one.
     last = jnp.maximum(count - 1, 0)[:, None]
@@ -197,8 +195,8 @@ def prefill(
     hidden, layers = trunk(params, cfg, tokens[:, :-1], view, state.layers)
     if state.head is None:
         return ModelState(layers, None)
-    k, v = mtp.head_entries(params, cfg, tokens[:, 1:], hidden, view.positions)
-    return ModelState(layers, KvCache(write_cache(state.head.kv, slots, view.positions, count, k, v)))
+    entries = mtp.head_entries(params, cfg, tokens[:, 1:], hidden, view.positions)
+    return ModelState(layers, view.write(state.head, *entries))
 
 
 def fold_pending(

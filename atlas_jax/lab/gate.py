@@ -13,17 +13,10 @@ from typing import TYPE_CHECKING, Any
 from atlas_jax.lab.crosscompile import CHIPS, Job, Report
 from atlas_jax.lab.crosscompile.kernels import OPS, Case
 from atlas_jax.lab.crosscompile.programs import DecodeStep
+from atlas_jax.lab.kernel_check import Skipped
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-@dataclasses.dataclass(frozen=True)
-class Skipped:
-    """Something that could not be checked here, and why."""
-
-    what: str
-    why: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +187,6 @@ def to_json(
         "not_checked": [dataclasses.asdict(entry) for entry in skipped],
         "failed": failed,
     }
-
 
 
 def impossible(everything: Sequence[Case], chips: Sequence[str]) -> list[Skipped]:

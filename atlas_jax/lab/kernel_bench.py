@@ -103,7 +103,7 @@ def step_cell(what: StepSpec, pending: int, backend: Backend, tile: Tile | None)
         pending=pending,
         bytes=what.bytes(pending),
         backend=backend,
-        resident=_sets(what) * _state_bytes(what) < _ROTATION,
+        resident=sets_of_states(what) * _state_bytes(what) < _ROTATION,
         tile=f"{tile.columns}x{tile.warps}" if tile and backend != "xla" else "",
     )
 
@@ -207,7 +207,7 @@ def time_chunk(
 
 def sets_of_states(what: StepSpec) -> int:
     """How many sets of n states are in rotation."""
-    return _sets(what)
+    return int(np.clip(-(-_ROTATION // _state_bytes(what)), 2, _MOST_SETS))
 
 
 def ratios(cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -233,10 +233,6 @@ def _state_bytes(what: StepSpec) -> int:
     return what.n * what.value_heads * what.key_dim * what.value_dim * jnp.dtype(what.state_dtype).itemsize
 
 
-def _sets(what: StepSpec) -> int:
-    return int(np.clip(-(-_ROTATION // _state_bytes(what)), 2, _MOST_SETS))
-
-
 def _inputs(what: StepSpec) -> tuple[np.ndarray, ...]:
     """`(q, k, v, g, beta)` with room for pending rows, all of them live."""
     x = check.inputs(dataclasses.replace(what, slots=what.n), 0, full=True, poison=0.0)
@@ -255,7 +251,7 @@ def _arrays(values: Iterable[np.ndarray]) -> tuple[jax.Array, ...]:
 
 def _rotated(what: StepSpec, snapshots: int = 0) -> tuple[dict[str, Any], list[jax.Array]]:
     """A pool of several sets of n states and a place for outputs; the slots of each set, in random order."""
-    sets = _sets(what)
+    sets = sets_of_states(what)
     places = (snapshots,) if snapshots else ()
     pool = jnp.ones((sets * what.n, *places, what.value_heads, what.key_dim, what.value_dim), what.state_dtype)
     order = np.random.default_rng(1).permutation(sets * what.n).astype(np.int32).reshape(sets, what.n)

@@ -13,6 +13,7 @@ import numpy as np
 
 from atlas_jax.kernels import backends
 from atlas_jax.kernels.backends import Backend
+from atlas_jax.kernels.check import GATES, Gate
 from atlas_jax.kernels.gdn_chunk import check as chunk_check
 from atlas_jax.kernels.gdn_chunk import gdn_chunk
 from atlas_jax.kernels.gdn_chunk.specs import SPECS as CHUNK_SPECS
@@ -70,11 +71,7 @@ def check_kernels(*, interpret: bool = False, shrink: bool = False, quick: bool 
             yield Skipped(f"gdn_step {backend}", why)
             continue
         for what in (SPECS[0], hard, SPECS[-1]) if quick else SPECS:
-            if backend == "xla" and what.state_dtype == "bfloat16":
-                why = "it computes in the pool's own dtype, bfloat16; the kernels compute in float32"
-                yield Skipped(f"gdn_step {what.name} xla", why)
-                continue
-            for gate in check.GATES if what == hard and not quick else check.GATES[:1]:
+            for gate in GATES if what == hard and not quick else GATES[:1]:
                 yield check_step(what, backend, gate, interpret, shrink, target.capability)
     deep = chunk_spec("qwen3.5-4b", 1, 2048)
     for backend in CHUNK_BACKENDS:
@@ -88,14 +85,14 @@ def check_kernels(*, interpret: bool = False, shrink: bool = False, quick: bool 
             if backend == "xla" and length.state_dtype == "bfloat16":
                 yield Skipped(f"gdn_chunk {length.name} xla", "it computes in the state's own dtype, bfloat16")
                 continue
-            for kind in chunk_check.GATES if length == deep and not quick else chunk_check.GATES[:1]:
+            for kind in GATES if length == deep and not quick else GATES[:1]:
                 yield check_chunk(length, backend, kind, interpret, shrink, target.capability)
 
 
 def check_step(
     what: StepSpec,
     backend: Backend,
-    gate: check.Gate,
+    gate: Gate,
     interpret: bool,
     shrink: bool,
     capability: tuple[int, int] | None,
@@ -114,7 +111,7 @@ def check_step(
 def check_chunk(
     what: ChunkSpec,
     backend: Backend,
-    gate: chunk_check.Gate,
+    gate: Gate,
     interpret: bool,
     shrink: bool,
     capability: tuple[int, int] | None,

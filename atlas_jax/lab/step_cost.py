@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -152,7 +151,8 @@ def measure_steps(
     requests = random_requests(cfg, max(widths), prompt_tokens, max_new_tokens, seed=forced.seed)
     cells: list[StepCost] = []
     for setting, options in settings.items():
-        seconds = _compile(engine, policies, options)
+        seconds = engine.warmup(policies, compiler_options=options)
+        engine._programs = {key: _Timed(program) for key, program in engine._programs.items()}
         say(f"command buffers {setting}: programs compiled in {seconds:.1f} s")
         for width in widths:
             drafter.record(engine, requests[:width])
@@ -163,19 +163,6 @@ def measure_steps(
                 cells.append(cell)
             say(f"command buffers {setting}: {width} sequences measured")
     return cells
-
-
-def _compile(engine: Engine, policies: Iterable[Policy], options: Mapping[str, str]) -> float:
-    """Every program that the policies can reach, timed and with these compiler options, in place of the engine's."""
-    began = time.perf_counter()
-    wanted: set[Bucket | int] = set(engine.config.prefill)
-    for policy in policies:
-        wanted |= engine.config.buckets.reachable(policy, engine.config.slots)
-    lowered = {key: engine._lower(key) for key in wanted}
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        compiled = pool.map(lambda program: program.compile(compiler_options=dict(options)), lowered.values())
-        engine._programs = {key: _Timed(program) for key, program in zip(lowered, compiled, strict=True)}
-    return time.perf_counter() - began
 
 
 def _measure(

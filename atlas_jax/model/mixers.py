@@ -22,6 +22,12 @@ from atlas_jax.model.state import GdnCache, KvCache
 Params = dict[str, Any]
 
 
+def leaf_dtype(path: tuple[Any, ...], dtype: Any) -> Any:
+    """The dtype that a parameter (`path` as of `tree_map_with_path`) has in a model of this one: decays are wider."""
+    decay = getattr(path[-1], "key", None) in ("a_log", "dt_bias")
+    return jnp.promote_types(dtype, jnp.float32) if decay else jnp.dtype(dtype)
+
+
 class View(Protocol):
     """How the rows of a forward see their sequences: `Full` (no cache), `Prefill` or `Step` (the layer's cache)."""
 

@@ -100,9 +100,13 @@ class Prefill:
         v: Float[Array, "N T Hkv Dh"],
         cache: KvCache,
     ) -> tuple[Float[Array, "N T Hq Dh"], KvCache]:
-        kv = write_cache(cache.kv, self.slots, self.positions, self.num_rows, k, v)
+        cache = self.write(cache, k, v)
         lengths = self.start + self.num_rows
-        return cache_attention(kv, self.slots, self.positions, lengths, q), KvCache(kv)
+        return cache_attention(cache.kv, self.slots, self.positions, lengths, q), cache
+
+    def write(self, cache: KvCache, k: Float[Array, "N T Hkv Dh"], v: Float[Array, "N T Hkv Dh"]) -> KvCache:
+        """The cache with the entries of the live rows."""
+        return KvCache(write_cache(cache.kv, self.slots, self.positions, self.num_rows, k, v))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,10 +181,15 @@ class Step:
         v: Float[Array, "R Hkv Dh"],
         cache: KvCache,
     ) -> tuple[Float[Array, "R Hq Dh"], KvCache]:
-        positions = self.grid_positions
-        kv = write_cache(cache.kv, self.slots, positions, self.num_rows, self.to_grid(k), self.to_grid(v))
-        out = cache_attention(kv, self.slots, positions, self.lengths + self.num_rows, self.to_grid(q))
-        return self.to_flat(out), KvCache(kv)
+        cache = self.write(cache, k, v)
+        lengths = self.lengths + self.num_rows
+        out = cache_attention(cache.kv, self.slots, self.grid_positions, lengths, self.to_grid(q))
+        return self.to_flat(out), cache
+
+    def write(self, cache: KvCache, k: Float[Array, "R Hkv Dh"], v: Float[Array, "R Hkv Dh"]) -> KvCache:
+        """The cache with the entries of the live rows."""
+        k, v = self.to_grid(k), self.to_grid(v)
+        return KvCache(write_cache(cache.kv, self.slots, self.grid_positions, self.num_rows, k, v))
 
 
 def align_pending(

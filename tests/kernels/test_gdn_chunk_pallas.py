@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from atlas_jax.kernels.backends import BackendError
+from atlas_jax.kernels.check import GATES
 from atlas_jax.kernels.gdn_chunk import check, gdn_chunk, pallas_triton, xla
 from atlas_jax.kernels.gdn_chunk.program import PARTS, Parts, decays
 from atlas_jax.kernels.gdn_chunk.specs import SPECS, ChunkSpec
@@ -29,7 +30,7 @@ def small(length, heads=(2, 4), dims=(16, 32), **dtypes):
     return ChunkSpec("small", 2, length, *heads, *dims, **dtypes)
 
 
-@pytest.mark.parametrize("gate", check.GATES)
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(
     ("length", "heads", "dims", "chunk"),
     [
@@ -150,7 +151,7 @@ def reference_gradients(x, weigh_out, weigh_end):
         return [np.asarray(a) for a in gradient(reference(8))(*exact)]
 
 
-@pytest.mark.parametrize("gate", check.GATES)
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(("length", "heads"), [(75, (2, 4)), (5, (1, 4)), (64, (2, 2))])
 def test_gradients_are_finite_and_right(gate, length, heads):
     """For the state, q, k, v, g and beta, over several spans, from cotangents of the outputs and of the final state."""

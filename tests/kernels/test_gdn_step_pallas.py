@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from atlas_jax.kernels.backends import BackendError, Target, obstacle
+from atlas_jax.kernels.check import GATES
 from atlas_jax.kernels.gdn_step import api, check
 from atlas_jax.kernels.gdn_step.program import Parts, committed, fold_row
 from atlas_jax.kernels.gdn_step.reference import recurrence
@@ -62,7 +63,7 @@ def test_equals_the_recurrence_at_any_gate(backend, shape):
     sequences full of NaN: outputs and states within 2e-6, free slots bit-identical, dead outputs zero."""
     size = sized(backend, **SHAPES[shape])
     step = interpreted(backend)
-    gates = check.GATES if backend == "triton" else ("mild", "forget")
+    gates = GATES if backend == "triton" else ("mild", "forget")
     for seed, gate in enumerate(gates):
         assert check.error(step, size, check.inputs(size, seed, gate=gate, padding=seed % 3)) <= check.BOUNDS["float32"]
 

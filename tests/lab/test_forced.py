@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_models
 from flax import nnx
 
-from atlas_jax.config import ModelConfig
 from atlas_jax.decode.buckets import BucketConfig
 from atlas_jax.decode.engine import Engine, EngineConfig, Request
 from atlas_jax.decode.telemetry import Acceptance
@@ -16,22 +16,7 @@ from atlas_jax.depth.policies import Fixed
 from atlas_jax.lab.forced import ForcedAcceptance, ForcedDrafter, ForcedError
 from atlas_jax.model.modules import Model
 
-TINY = ModelConfig(
-    vocab_size=61,
-    hidden_size=24,
-    layers=("gdn", "attention"),
-    q_heads=2,
-    kv_heads=1,
-    head_dim=8,
-    rotary_dim=4,
-    rope_theta=1e4,
-    gdn_key_heads=1,
-    gdn_value_heads=2,
-    gdn_key_dim=8,
-    gdn_value_dim=4,
-    ffn_size=32,
-    eos_ids=(60,),
-)
+TINY = dataclasses.replace(tiny_models.TINY, vocab_size=61, hidden_size=24, gdn_value_dim=4, eos_ids=(60,))
 ASKED = ForcedAcceptance((0.8, 0.7, 0.6), seed=3)
 
 

@@ -5,30 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from tiny_models import TINY
 
-from atlas_jax.config import ModelConfig
 from atlas_jax.depth.policies import Fixed, Off
 from atlas_jax.lab.forced import ForcedAcceptance, ForcedError
 from atlas_jax.lab.hlo import Launches, count_launches
 from atlas_jax.lab.step_cost import COMMAND_BUFFERS, measure_steps, random_requests
 from atlas_jax.lab.text_table import text_table
 from atlas_jax.presets import random_params
-
-TINY = ModelConfig(
-    vocab_size=256,
-    hidden_size=32,
-    layers=("gdn", "attention"),
-    q_heads=2,
-    kv_heads=1,
-    head_dim=8,
-    rotary_dim=4,
-    rope_theta=1e4,
-    gdn_key_heads=1,
-    gdn_value_heads=2,
-    gdn_key_dim=8,
-    gdn_value_dim=8,
-    ffn_size=32,
-)
 
 HLO = """
 HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from tiny_models import TINY
 
 from atlas_jax import presets
-from atlas_jax.config import ModelConfig
 from atlas_jax.kernels import backends
 from atlas_jax.kernels.gdn_step import check, gdn_step
 from atlas_jax.kernels.gdn_step.specs import spec
@@ -179,22 +179,7 @@ def test_a_large_pool_is_checked_at_its_far_end_and_nowhere_else_changed(touched
 
 def test_step_costs_with_random_weights(monkeypatch, capsys):
     """`--random-init` from the command line to the JSON, at a size of our own under a preset's name."""
-    tiny = ModelConfig(
-        vocab_size=512,
-        hidden_size=32,
-        layers=("gdn", "attention"),
-        q_heads=2,
-        kv_heads=1,
-        head_dim=8,
-        rotary_dim=4,
-        rope_theta=1e4,
-        gdn_key_heads=1,
-        gdn_value_heads=2,
-        gdn_key_dim=8,
-        gdn_value_dim=8,
-        ffn_size=32,
-        tie_embeddings=True,
-    )
+    tiny = dataclasses.replace(TINY, vocab_size=512, tie_embeddings=True)
     monkeypatch.setitem(presets.PRESETS, "qwen3.5-4b", tiny)
     args = "--random-init qwen3.5-4b --layers 1 --vocab 64 --forced-acceptance 0.9 --policies fixed1 --concurrency 1"
     more = "--repetitions 3 --max-new-tokens 60 --prompt-tokens 4 --json"

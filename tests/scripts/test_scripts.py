@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tiny_models
 from flax import nnx
 
-from atlas_jax.config import ModelConfig
 from atlas_jax.lab import bench as lab
 from atlas_jax.model.modules import Model
 from atlas_jax.train import corpora, tools_text
@@ -19,23 +19,7 @@ from atlas_jax.train.corpora import CorpusError
 from atlas_jax.weights.checkpoint import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ModelConfig(
-    vocab_size=2048,
-    hidden_size=32,
-    layers=("gdn", "attention"),
-    q_heads=2,
-    kv_heads=1,
-    head_dim=8,
-    rotary_dim=4,
-    rope_theta=1e4,
-    gdn_key_heads=1,
-    gdn_value_heads=2,
-    gdn_key_dim=8,
-    gdn_value_dim=8,
-    ffn_size=32,
-    tie_embeddings=True,
-    eos_ids=(0, 2),
-)
+TINY = dataclasses.replace(tiny_models.TINY, vocab_size=2048, tie_embeddings=True, eos_ids=(0, 2))
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,14 @@
 """What is supervised, exactly; what gets a gradient; and that packed documents are strangers to each other."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_models import TINY
 
-from atlas_jax.config import ModelConfig
 from atlas_jax.model import mtp
 from atlas_jax.model.modules import Model
 from atlas_jax.model.state import init_state
@@ -15,21 +17,7 @@ from atlas_jax.model.views import Full, Prefill, Step
 from atlas_jax.train.losses import agreement, cross_entropy, distillation
 from atlas_jax.train.objectives import Chained, base_loss, head_loss
 
-CFG = ModelConfig(
-    vocab_size=23,
-    hidden_size=16,
-    layers=("gdn", "attention"),
-    q_heads=2,
-    kv_heads=1,
-    head_dim=8,
-    rotary_dim=4,
-    rope_theta=1e4,
-    gdn_key_heads=1,
-    gdn_value_heads=2,
-    gdn_key_dim=4,
-    gdn_value_dim=8,
-    ffn_size=24,
-)
+CFG = dataclasses.replace(TINY, vocab_size=23, hidden_size=16, gdn_key_dim=4, ffn_size=24)
 SEGMENTS = np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2]])
 
 

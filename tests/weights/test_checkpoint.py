@@ -1,5 +1,6 @@
 """A model directory written here reads back bit for bit, and what does not fit its config is named."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,28 +9,15 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from tiny_models import TINY
 
-from atlas_jax.config import ConfigError, ModelConfig
+from atlas_jax.config import ConfigError
 from atlas_jax.model.modules import Model
 from atlas_jax.weights.checkpoint import load_model, save_model
 from atlas_jax.weights.hf import WeightError
 
-CFG = ModelConfig(
-    vocab_size=31,
-    hidden_size=16,
-    layers=("gdn", "attention"),
-    q_heads=2,
-    kv_heads=1,
-    head_dim=8,
-    rotary_dim=4,
-    rope_theta=1e4,
-    gdn_key_heads=1,
-    gdn_value_heads=2,
-    gdn_key_dim=4,
-    gdn_value_dim=8,
-    ffn_size=24,
-    tie_embeddings=True,
-    eos_ids=(3, 5),
+CFG = dataclasses.replace(
+    TINY, vocab_size=31, hidden_size=16, gdn_key_dim=4, ffn_size=24, tie_embeddings=True, eos_ids=(3, 5)
 )
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from atlas_jax.kernels.check import Gate, log_decays, relative, unit
 from atlas_jax.kernels.gdn_chunk.specs import ChunkSpec
 from atlas_jax.kernels.gdn_step.reference import recurrence
-
-Gate = Literal["mild", "none", "spiky", "strong", "forget", "all forgotten"]
-GATES: tuple[Gate, ...] = get_args(Gate)
 
 # What arithmetic may be off by, relative to the largest value (at least 1). The products of bfloat16 rows run in TF32
 # (unit roundoff 2^-11, a few of them in sequence), and a bfloat16 result is rounded to it.
@@ -42,16 +40,8 @@ def inputs(spec: ChunkSpec, seed: int, *, gate: Gate = "mild") -> Inputs:
     Arrays are NumPy's, in the dtypes of `spec`; gates are float32 (float64 beside float64 rows).
     """
     rng = np.random.default_rng(seed)
-    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
     heads = (spec.n, spec.length, spec.value_heads)
-    g = {
-        "mild": lambda: -rng.gamma(1.0, 0.2, heads),
-        "none": lambda: np.zeros(heads),
-        "spiky": lambda: np.where(rng.random(heads) < 0.1, -1e4, -0.01),
-        "strong": lambda: np.full(heads, -20.0),
-        "forget": lambda: np.where(rng.random(heads) < 0.1, -np.inf, -0.1),
-        "all forgotten": lambda: np.full(heads, -np.inf),
-    }[gate]()
+    g = log_decays(gate, rng, heads, often=0.1)
     keys = (spec.n, spec.length, spec.key_heads, spec.key_dim)
     q, k = unit(rng.standard_normal(keys)) * spec.key_dim**-0.5, unit(rng.standard_normal(keys))
     v, beta = rng.standard_normal((*heads, spec.value_dim)), rng.random(heads)
@@ -78,8 +68,4 @@ def error(chunk: Callable[..., tuple[Any, Any]], x: Inputs) -> float:
 
 def max_error(actual: tuple[Any, ...], wanted: tuple[Any, ...]) -> float:
     """The largest error of any of several results, each relative to its own largest value (at least 1)."""
-    return float(np.max([_relative(np.asarray(a, np.float64), w) for a, w in zip(actual, wanted, strict=True)]))
-
-
-def _relative(actual: np.ndarray, wanted: np.ndarray) -> float:
-    return np.abs(actual - wanted).max(initial=0) / np.abs(wanted).max(initial=1)
+    return float(np.max([relative(np.asarray(a, np.float64), w) for a, w in zip(actual, wanted, strict=True)]))

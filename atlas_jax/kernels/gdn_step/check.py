@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from atlas_jax.kernels.check import Gate, log_decays, relative, unit
 from atlas_jax.kernels.gdn_step.reference import recurrence
 from atlas_jax.kernels.gdn_step.specs import StepSpec
-
-Gate = Literal["mild", "none", "spiky", "forget", "all forgotten"]
-GATES: tuple[Gate, ...] = get_args(Gate)
 
 # What float32 arithmetic may be off by, relative to the largest value (at least 1); a bfloat16 result is rounded to it.
 BOUNDS = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2**-8}
@@ -44,15 +42,8 @@ def inputs(
     """
     rng = np.random.default_rng(seed)
     n, fold, total = spec.n, spec.folded, spec.rows + spec.folded
-    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
     heads = (n, total, spec.value_heads)
-    g = {
-        "mild": lambda: -rng.gamma(1.0, 0.2, heads),
-        "none": lambda: np.zeros(heads),
-        "spiky": lambda: np.where(rng.random(heads) < 0.2, -1e4, -0.01),
-        "forget": lambda: np.where(rng.random(heads) < 0.2, -np.inf, -0.1),
-        "all forgotten": lambda: np.full(heads, -np.inf),
-    }[gate]()
+    g = log_decays(gate, rng, heads, often=0.2)
     q = unit(rng.standard_normal((n, spec.rows, spec.key_heads, spec.key_dim))) * spec.key_dim**-0.5
     k = unit(rng.standard_normal((n, total, spec.key_heads, spec.key_dim)))
     v, beta = rng.standard_normal((*heads, spec.value_dim)), rng.random(heads)
@@ -111,11 +102,7 @@ def error(step: Callable[..., tuple[Any, Any]], spec: StepSpec, x: Inputs) -> fl
         return float("inf")
     wanted_out, wanted_state = expected(spec, x)
     pairs = ((out, wanted_out), (pool[x.slots[used]], wanted_state[used]))
-    return float(np.max([_relative(actual.astype(np.float64), wanted) for actual, wanted in pairs]))
-
-
-def _relative(actual: np.ndarray, wanted: np.ndarray) -> float:
-    return np.abs(actual - wanted).max(initial=0) / np.abs(wanted).max(initial=1)
+    return float(np.max([relative(actual.astype(np.float64), wanted) for actual, wanted in pairs]))
 
 
 def _live(spec: StepSpec, num_pending: np.ndarray, num_rows: np.ndarray) -> np.ndarray:

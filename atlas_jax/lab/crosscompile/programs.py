@@ -15,7 +15,7 @@ from atlas_jax.decode.step import Bucket, step
 from atlas_jax.kernels.backends import Kernels, choose
 from atlas_jax.lab.crosscompile.chips import CHIPS
 from atlas_jax.lab.crosscompile.worker import Program
-from atlas_jax.model.mixers import Params
+from atlas_jax.model.mixers import Params, leaf_dtype
 from atlas_jax.model.state import ModelState, init_state
 from atlas_jax.presets import abstract_params, preset
 
@@ -51,12 +51,8 @@ class DecodeStep:
         return jax.eval_shape(functools.partial(make, self.cfg, dtype=jnp.bfloat16))
 
     def params(self) -> Params:
-        """As the engine casts them: bfloat16, decays in float32."""
-
-        def cast(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
-            wide = getattr(path[-1], "key", None) in ("a_log", "dt_bias")
-            return jax.ShapeDtypeStruct(leaf.shape, jnp.float32 if wide else jnp.bfloat16)
-
+        """As the engine casts them to bfloat16."""
+        cast = lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf_dtype(path, jnp.bfloat16))
         return jax.tree_util.tree_map_with_path(cast, abstract_params(self.cfg))
 
     def state_bytes(self) -> int:
