@@ -5,7 +5,9 @@ The names below are what a script starts from; everything else lives in the room
 """
 
 from atlas_jax.config import ModelConfig
-from atlas_jax.decode.engine import Completion, Engine, EngineConfig, Request
+from atlas_jax.decode.engine import Engine, EngineConfig
+from atlas_jax.decode.requests import Completion, Request
+from atlas_jax.decode.sampling import Sampling
 from atlas_jax.depth.policies import Fixed, Ladder, Off, parse_policy
 from atlas_jax.weights.checkpoint import load_model, save_model
 
@@ -20,6 +22,7 @@ __all__ = [
     "ModelConfig",
     "Off",
     "Request",
+    "Sampling",
     "load_model",
     "parse_policy",
     "save_model",

@@ -32,6 +32,15 @@ _MODEL_TYPES = {
     "qwen3_5_moe_text",
 }
 
+# Fields that the family leaves at one value; anything else is another model.
+_ONLY = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "output_gate_type": "swish",
+    "mtp_use_dedicated_embeddings": False,
+}
+
 
 class ConfigError(ValueError):
     """A configuration that no model of this family has; the message names the field and the way out."""
@@ -76,6 +85,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if (self.ffn_size > 0) == (self.moe is not None):
             raise ConfigError("exactly one of ffn_size (dense) and moe must be set")
+        if self.moe and self.moe.experts_per_token > self.moe.num_experts:
+            raise ConfigError(f"{self.moe.experts_per_token} experts per token of {self.moe.num_experts} there are")
         if self.q_heads % self.kv_heads:
             raise ConfigError(f"q_heads {self.q_heads} is not a multiple of kv_heads {self.kv_heads}")
         if self.gdn_value_heads % self.gdn_key_heads:
@@ -113,28 +124,31 @@ class ModelConfig:
         A multimodal wrapper is entered through its `text_config`. Raises `ConfigError` for any other model.
         """
         text = config.get("text_config", config)
+        if not isinstance(text, Mapping):
+            raise ConfigError(f"text_config is a {type(text).__name__}, not an object")
         model_type = text.get("model_type", config.get("model_type"))
-        if model_type not in _MODEL_TYPES:
+        if not isinstance(model_type, str) or model_type not in _MODEL_TYPES:
             raise ConfigError(f"model_type {model_type!r} is not of this family: {sorted(_MODEL_TYPES)}")
-        if text.get("output_gate_type", "swish") != "swish":
-            raise ConfigError(f"output_gate_type {text['output_gate_type']!r} is not supported, only 'swish'")
+        for name, only in _ONLY.items():
+            if text.get(name, only) != only:
+                raise ConfigError(f"{name} {text[name]!r} is not supported, only {only!r}")
         if text.get("mlp_only_layers") or text.get("decoder_sparse_step", 1) != 1:
             raise ConfigError("models that mix dense and MoE layers are not supported")
-        try:
-            return cls._from_text_config(text, config)
-        except KeyError as missing:
-            raise ConfigError(f"config.json lacks the field {missing}") from None
+        return cls._from_text_config(text, config, "qwen3_next" if model_type == "qwen3_next" else "qwen3_5")
 
     @classmethod
-    def _from_text_config(cls, text: Mapping[str, Any], wrapper: Mapping[str, Any]) -> ModelConfig:
-        num_layers = text["num_hidden_layers"]
-        interval = text.get("full_attention_interval", 4)
+    def _from_text_config(
+        cls, text: Mapping[str, Any], wrapper: Mapping[str, Any], family: Literal["qwen3_next", "qwen3_5"]
+    ) -> ModelConfig:
+        num_layers, interval = _whole(text, "num_hidden_layers", most=4096), _whole(text, "full_attention_interval", 4)
         names = text.get("layer_types") or [
             "full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)
         ]
-        if len(names) != num_layers or not set(names) <= set(_HF_KINDS):
+        if not isinstance(names, list) or len(names) != num_layers or not all(_HF_KINDS.get(str(n)) for n in names):
             raise ConfigError(f"layer_types must be {num_layers} names out of {sorted(_HF_KINDS)}")
         rope = text.get("rope_parameters") or text
+        if not isinstance(rope, Mapping):
+            raise ConfigError(f"rope_parameters is a {type(rope).__name__}, not an object")
         if rope.get("rope_type", "default") != "default":
             raise ConfigError(f"rope_type {rope['rope_type']!r} is not supported, only 'default'")
         moe = None
@@ -142,34 +156,37 @@ class ModelConfig:
             if not text.get("norm_topk_prob", True):
                 raise ConfigError("norm_topk_prob false is not supported: the family always normalises")
             moe = MoEConfig(
-                num_experts=text["num_experts"],
-                experts_per_token=text["num_experts_per_tok"],
-                expert_size=text["moe_intermediate_size"],
-                shared_size=text["shared_expert_intermediate_size"],
+                num_experts=_whole(text, "num_experts", most=2**16),
+                experts_per_token=_whole(text, "num_experts_per_tok"),
+                expert_size=_whole(text, "moe_intermediate_size"),
+                shared_size=_whole(text, "shared_expert_intermediate_size"),
             )
-        eos = text.get("eos_token_id", wrapper.get("eos_token_id"))
+        head_dim = _whole(text, "head_dim")
+        tied = text.get("tie_word_embeddings", wrapper.get("tie_word_embeddings", False))
+        if not isinstance(tied, bool):
+            raise ConfigError(f"tie_word_embeddings is {tied!r}, not true or false")
         return cls(
-            vocab_size=text["vocab_size"],
-            hidden_size=text["hidden_size"],
+            vocab_size=_whole(text, "vocab_size"),
+            hidden_size=_whole(text, "hidden_size"),
             layers=tuple(_HF_KINDS[name] for name in names),
-            q_heads=text["num_attention_heads"],
-            kv_heads=text["num_key_value_heads"],
-            head_dim=text["head_dim"],
-            rotary_dim=int(text["head_dim"] * rope.get("partial_rotary_factor", 0.25)),
-            rope_theta=float(rope["rope_theta"]),
-            gdn_key_heads=text["linear_num_key_heads"],
-            gdn_value_heads=text["linear_num_value_heads"],
-            gdn_key_dim=text["linear_key_head_dim"],
-            gdn_value_dim=text["linear_value_head_dim"],
-            conv_width=text["linear_conv_kernel_dim"],
-            ffn_size=0 if moe else text["intermediate_size"],
+            q_heads=_whole(text, "num_attention_heads"),
+            kv_heads=_whole(text, "num_key_value_heads"),
+            head_dim=head_dim,
+            rotary_dim=int(head_dim * _real(rope, "partial_rotary_factor", 0.25)),
+            rope_theta=_real(rope, "rope_theta"),
+            gdn_key_heads=_whole(text, "linear_num_key_heads"),
+            gdn_value_heads=_whole(text, "linear_num_value_heads"),
+            gdn_key_dim=_whole(text, "linear_key_head_dim"),
+            gdn_value_dim=_whole(text, "linear_value_head_dim"),
+            conv_width=_whole(text, "linear_conv_kernel_dim"),
+            ffn_size=0 if moe else _whole(text, "intermediate_size"),
             moe=moe,
-            norm_eps=text.get("rms_norm_eps", 1e-6),
-            tie_embeddings=text.get("tie_word_embeddings", wrapper.get("tie_word_embeddings", False)),
-            mtp_layers=text.get("mtp_num_hidden_layers", 1),
-            max_positions=text.get("max_position_embeddings", 262144),
-            eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-            family="qwen3_next" if text["model_type"] == "qwen3_next" else "qwen3_5",
+            norm_eps=_real(text, "rms_norm_eps", 1e-6),
+            tie_embeddings=tied,
+            mtp_layers=_whole(text, "mtp_num_hidden_layers", 1, least=0),
+            max_positions=_whole(text, "max_position_embeddings", 262144),
+            eos_ids=token_ids(text.get("eos_token_id", wrapper.get("eos_token_id")), "eos_token_id of config.json"),
+            family=family,
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -217,4 +234,36 @@ class ModelConfig:
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
             raise ConfigError(f"no config.json at {file}")
-        return cls.from_hf(json.loads(file.read_text()))
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{file} is not readable JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise ConfigError(f"{file} holds a JSON {type(content).__name__}, not an object")
+        return cls.from_hf(content)
+
+
+def token_ids(value: Any, where: str) -> tuple[int, ...]:
+    """Token ids as configs write them: nothing, one, or a list. Raises `ConfigError` for anything else."""
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(id) is not int for id in listed):
+        raise ConfigError(f"{where} is {value!r}, not a token id or a list of them")
+    return tuple(dict.fromkeys(listed))
+
+
+def _whole(config: Mapping[str, Any], name: str, default: int | None = None, least: int = 1, most: int = 2**31) -> int:
+    value = config.get(name, default)
+    if value is None:
+        raise ConfigError(f"config.json lacks the field {name!r}")
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(f"config.json: {name} is {value!r}, not a whole number from {least} to {most}")
+    return value
+
+
+def _real(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = config.get(name, default)
+    if value is None:
+        raise ConfigError(f"config.json lacks the field {name!r}")
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        raise ConfigError(f"config.json: {name} is {value!r}, not a positive number")
+    return float(value)

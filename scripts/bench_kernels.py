@@ -1,10 +1,10 @@
-"""Times the GDN kernels on a GPU, against what memory allows and against other designs; or says what they must move.
+"""Times the kernels on a GPU, against what memory allows and against other designs; or says what they must move.
 
     python scripts/bench_kernels.py --json             # only the last line, JSON, on stdout
     python scripts/bench_kernels.py --check            # correctness on this device instead of times
 
 On a GPU the copy rate of the device comes first: a kernel bound by memory is held to that. Launches are chained in one
-program, over more states than the cache holds; medians, and quartiles. On a CPU nothing is timed: the table is the byte
+program, over more memory than the cache holds; medians, and quartiles. On a CPU nothing is timed: the table is the byte
 model. Whatever could not be measured is listed under `not_measured`, with the reason. Exit status 1: something failed,
 or is wrong. Needs the core dependencies only (the plot also matplotlib).
 """
@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from atlas_jax.kernels import backends
+from atlas_jax.kernels.cache_attention.tiles import tile_for as attention_tile_for
 from atlas_jax.kernels.gdn_chunk import check as chunk_check
 from atlas_jax.kernels.gdn_step.specs import spec
 from atlas_jax.kernels.gdn_step.tiles import tile_for
@@ -32,7 +33,7 @@ from atlas_jax.lab.kernel_check import Skipped, check_kernels
 from atlas_jax.lab.text_table import text_table
 from atlas_jax.lab.timing import Timing, copy_rate, nominal_bandwidth
 
-PARTS = ("steps", "rows", "chunk", "designs", "fla", "sweep")
+PARTS = ("steps", "attention", "rows", "chunk", "designs", "fla", "sweep")
 FOREIGN = (
     ("gdn_step_rows", "fla_recurrent", "time over fla's recurrent kernel, T = 1 to 8: at most 1"),
     ("gdn_chunk", "fla_chunk", "time over fla's chunked kernels, 8k tokens: at most 1"),
@@ -87,7 +88,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check(args: argparse.Namespace, out: Callable[[str], None]) -> dict[str, Any]:
-    """Every kernel against the float64 recurrence. On a CPU at small shapes, where only XLA runs unless interpreted."""
+    """Every kernel against the answer in float64. On a CPU at small shapes, where only XLA runs unless interpreted."""
     checked, skipped = [], []
     shrink = args.interpret or jax.default_backend() == "cpu"
     deadline = time.perf_counter() + args.budget
@@ -105,9 +106,9 @@ def check(args: argparse.Namespace, out: Callable[[str], None]) -> dict[str, Any
         if not found.ok:
             say(f"WRONG {found.name}: {found.rel_err} {found.error}")
     rows = [
-        (c.kernel, c.spec, c.backend, c.gate, _sci(c.rel_err), _sci(c.bound), "ok" if c.ok else "NO") for c in checked
+        (c.kernel, c.spec, c.backend, c.inputs, _sci(c.rel_err), _sci(c.bound), "ok" if c.ok else "NO") for c in checked
     ]
-    out(text_table(("kernel", "spec", "backend", "gate", "rel err", "bound", "ok"), rows))
+    out(text_table(("kernel", "spec", "backend", "inputs", "rel err", "bound", "ok"), rows))
     return {
         "checks": [{**dataclasses.asdict(c), "ok": c.ok} for c in checked],
         "failed": [{"what": c.name, "why": c.error or f"rel_err {c.rel_err}"} for c in checked if not c.ok],
@@ -121,16 +122,20 @@ def byte_model(out: Callable[[str], None]) -> dict[str, Any]:
     for what, pending in kb.step_specs():
         moved = {f"{name}_bytes": float(size) for name, size in kb.design_bytes(what, pending).items()}
         cells.append(dataclasses.replace(kb.step_cell(what, pending, "xla", None), against=moved))
+    for attention, length in kb.attention_specs():
+        copying = {"xla_bytes": float(kb.copying_bytes(attention, length))}
+        cells.append(dataclasses.replace(kb.attention_cell(attention, length, "xla", None), against=copying))
     h200 = nominal_bandwidth("NVIDIA H200")
     assert h200 is not None
+    others = ("snapshot", "recompute", "xla")
     rows = [
         (
             *(c.kernel, c.spec, c.n, c.rows, c.pending, c.bytes / 2**20, 1e6 * c.bytes / h200),
-            *(c.against[f"{name}_bytes"] / c.bytes if c.against else None for name in ("snapshot", "recompute")),
+            *(c.against[f"{name}_bytes"] / c.bytes if f"{name}_bytes" in c.against else None for name in others),
         )
         for c in cells
     ]
-    header = ("kernel", "spec", "n", "rows", "pending", "MiB", "us at 4.8 TB/s", "x snapshot", "x recompute")
+    header = ("kernel", "spec", "n", "rows", "pending", "MiB", "us at 4.8 TB/s", *(f"x {name}" for name in others))
     out(text_table(header, rows))
     out("NOTHING WAS TIMED: no GPU here. This is the byte model: the least a call moves, and what other designs move.")
     nothing = [{"what": part, "why": "nothing is timed on a CPU"} for part in PARTS]
@@ -165,6 +170,8 @@ def bench(args: argparse.Namespace, target: backends.Target, out: Callable[[str]
         for what, pending in kb.step_specs():
             time_it = functools.partial(kb.time_step, what, pending, chosen.gdn_step, tile, **options)
             add(kb.step_cell(what, pending, chosen.gdn_step, tile), time_it)
+    if "attention" in args.parts:
+        _attention(result, add, chosen, target, options)
     if "rows" in args.parts:
         for what in kb.row_specs():
             cell = dataclasses.replace(kb.step_cell(what, 0, chosen.gdn_step, tile), kernel="gdn_step_rows")
@@ -254,6 +261,25 @@ def _others(result: Result, chosen: backends.Kernels, target: backends.Target, o
             _beside(result, cell, backend, functools.partial(kb.time_step, what, cell.pending, backend, cut, **options))
 
 
+def _attention(
+    result: Result,
+    add: Callable[[kb.Cell, Callable[[], Timing]], None],
+    chosen: backends.Kernels,
+    target: backends.Target,
+    options: dict[str, Any],
+) -> None:
+    """Attention over the cache, and at the largest batch XLA's form beside it."""
+    backend = chosen.cache_attention
+    tile = attention_tile_for(target.capability)
+    for what, length in kb.attention_specs():
+        cell = kb.attention_cell(what, length, backend, tile)
+        add(cell, functools.partial(kb.time_attention, what, length, backend, tile, **options))
+        timed = bool(result.cells) and result.cells[-1].spec == cell.spec
+        if timed and backend != "xla" and (cell.n, cell.rows) == (max(kb.STEP_BATCHES), 4):
+            beside = functools.partial(kb.time_attention, what, length, "xla", tile, **options)
+            _beside(result, result.cells[-1], "xla", beside)
+
+
 def _fla(result: Result) -> None:
     """flash-linear-attention's kernels beside the cells of the same shapes, where they can be had."""
     try:
@@ -274,7 +300,7 @@ def _fla(result: Result) -> None:
 
 
 def _sweep(result: Result, copy: float, options: dict[str, Any]) -> None:
-    """Columns x warps of the Triton kernel."""
+    """Columns x warps of the Triton kernel of a step; entries x warps x stages and programs of attention's."""
     if why := backends.obstacle("triton", backends.Target.current()):
         return result.skip("tile sweep", why)
     for rows, pending in ((1, 0), (4, 3)):
@@ -285,6 +311,14 @@ def _sweep(result: Result, copy: float, options: dict[str, Any]) -> None:
             if (timing := result.attempt(f"tile {name} at {what.name}", time_it)) is not None:
                 entry = {"spec": what.name, "pending": pending, "tile": name, "us": timing.us}
                 result.sweep.append({**entry, "share_of_copy": what.bytes(pending) / (timing.us * 1e-6) / copy})
+    full = [(what, length) for what, length in kb.attention_specs() if what.name.startswith(kb.DESIGN_MODEL)]
+    for attention, length in (full[1], full[-1]):  # four rows at the largest batch, one sequence with a long context
+        for cut in kb.ATTENTION_SWEEP:
+            name, at = kb.attention_tile_name(cut), f"{attention.name} at {length}"
+            time_it = functools.partial(kb.time_attention, attention, length, "triton", cut, **options)
+            if (timing := result.attempt(f"tile {name} at {at}", time_it)) is not None:
+                entry = {"spec": at, "pending": 0, "tile": name, "us": timing.us}
+                result.sweep.append({**entry, "share_of_copy": attention.bytes(length) / (timing.us * 1e-6) / copy})
     return None
 
 
@@ -343,7 +377,7 @@ def parse(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json", action="store_true", help="stdout gets nothing but the last line")
     add("--check", action="store_true", help="correctness of every kernel on this device, no times")
     add("--interpret", action="store_true", help="with --check: interpret Pallas kernels, small shapes")
-    add("--quick", action="store_true", help="with --check: three shapes and one kind of gate")
+    add("--quick", action="store_true", help="with --check: three shapes an op and one kind of inputs")
     add("--kernels", default="auto", help="auto, triton, mosaic or xla")
     add("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to time")
     add("--repetitions", type=int, default=9)

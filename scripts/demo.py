@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from atlas_jax.decode.engine import Emission, Engine, Request
+from atlas_jax.decode.engine import Engine
+from atlas_jax.decode.requests import Emission, Request
 from atlas_jax.depth.policies import Off, Policy, parse_policy
 from atlas_jax.lab.bench import build_engine, measure_engine, use_cpu_threads, with_plain
 from atlas_jax.lab.prompts import TextStream, load_requests

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atlas_jax.decode.engine import Engine, EngineConfig, Request
-from atlas_jax.decode.telemetry import Acceptance
+from atlas_jax.decode.engine import Engine, EngineConfig
+from atlas_jax.decode.requests import Request
+from atlas_jax.decode.sampling import Sampling
 from atlas_jax.depth.policies import parse_policy
 from atlas_jax.lab.prompts import TextStream, chat
 from atlas_jax.train.tokens import load_tokenizer
@@ -47,7 +48,7 @@ def main(config: Config) -> dict[str, Any]:
     text = _text(config)
     cfg, params = load_model(config.model)
     tokenizer = load_tokenizer(config.model / "tokenizer.json")
-    request = Request(tokenizer.encode(text).ids, config.max_new_tokens, config.temperature, config.seed)
+    request = Request(tokenizer.encode(text).ids, config.max_new_tokens, Sampling(config.temperature, seed=config.seed))
     policy = parse_policy(config.policy)
     context = -(-(len(request.prompt) + config.max_new_tokens + 1) // 128) * 128
     widths = tuple(width for width in EngineConfig.prefill if width < len(request.prompt)) or EngineConfig.prefill[:1]
@@ -84,10 +85,7 @@ def main(config: Config) -> dict[str, Any]:
         pass
     show(stream.close() + "\n")
 
-    acceptance = Acceptance()
-    for counts in engine.acceptance.values():
-        acceptance.merge(counts)
-    seconds = sum(spent for _, spent in engine.seconds.values())
+    acceptance, seconds = engine.telemetry.total(), engine.telemetry.decode_s
     result = {
         "policy": policy.name,
         "text": tokenizer.decode(emitted, skip_special_tokens=False),

@@ -1,7 +1,9 @@
-"""Trains the small base model of `checkpoints/`, then its MTP head on the frozen base.
+"""Trains the small base model of `checkpoints/`, then a first MTP head on the frozen base.
 
     python scripts/train_base.py                  # both stages; run it again after an interruption and it goes on
     python scripts/train_base.py --stage head     # the head alone, on the base in --out
+
+`scripts/train_head.py` then trains the head for acceptance, on the base's own answers.
 
 Runs live in `--run`; the finished model (bfloat16, Hugging Face layout) goes to `--out`.
 """
@@ -9,6 +11,7 @@ Runs live in `--run`; the finished model (bfloat16, Hugging Face layout) goes to
 import json
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +25,11 @@ from atlas_jax.model.modules import Model
 from atlas_jax.train.batches import packed_batch
 from atlas_jax.train.corpora import load_prose
 from atlas_jax.train.loop import Run, Schedule, train
-from atlas_jax.train.losses import agreement
-from atlas_jax.train.objectives import base_loss, head_loss
+from atlas_jax.train.losses import agreement, distillation
+from atlas_jax.train.objectives import base_loss
 from atlas_jax.train.tokens import load_tokenizer, tokenize
 from atlas_jax.train.tools_text import load_tools
+from atlas_jax.train.unroll import Unroll, from_tokens, head_loss
 from atlas_jax.weights.checkpoint import load_model, save_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,12 +130,13 @@ def main(config: Config) -> dict[str, Any]:
         base.pop("mtp")
         base_mark = sum(float(np.abs(np.float64(leaf)).sum()) for leaf in jax.tree.leaves(base))  # another base is told
         settings |= {"head_depth": config.head_depth, "base_mark": base_mark}
-        loss = lambda head, base, *batch: head_loss(
-            base | {"mtp": head}, SMALL, *batch, depth=config.head_depth, kernels=kernels
-        )
-        matches = lambda head, base, *batch: head_loss(
-            base | {"mtp": head}, SMALL, *batch, measure=agreement, kernels=kernels
-        )
+
+        def judged(head: Any, base: Any, *batch: Any, depth: int, measure: Any) -> Any:
+            rows = from_tokens(base, SMALL, *batch, kernels=kernels)
+            return head_loss(base | {"mtp": head}, SMALL, rows, how=Unroll(depth), measure=measure)
+
+        loss = partial(judged, depth=config.head_depth, measure=distillation)
+        matches = partial(judged, depth=1, measure=agreement)
         losses, agreements = held_out_means(loss), held_out_means(matches, "agreement")
         evaluate = lambda head: losses(head, base) | agreements(head, base)
         head = train(

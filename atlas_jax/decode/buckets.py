@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from atlas_jax.decode.step import Bucket
+from atlas_jax.decode.plan import Bucket
 from atlas_jax.depth.policies import Policy
 
 
@@ -17,25 +17,19 @@ class BucketConfig:
       k: rows per sequence.
       ragged: also compile row counts between `n` and `n * k`, in steps of `max(1, n // 2)`. Worth its compile time
         where depths differ between sequences; a fixed policy fills `n * k` but for its first and last steps.
-      fixed: run every step, plain ones included, in this one bucket: outputs are then bit-equal in any dtype.
     """
 
     n: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     k: tuple[int, ...] = (1, 2, 3, 4, 5)
     ragged: bool = False
-    fixed: Bucket | None = None
 
     def check(self, slots: int) -> None:
         """Raises `ValueError` where a full engine would not fit the grid."""
-        if slots > (self.fixed.n if self.fixed else max(self.n)):
+        if slots > max(self.n):
             raise ValueError(f"{slots} slots exceed the largest batch bucket {max(self.n)}")
 
     def fit(self, n: int, k: int, rows: int, head: bool) -> Bucket:
         """The smallest bucket with room for n sequences of up to k rows, `rows` in all. `ValueError` if none has."""
-        if self.fixed:
-            if n > self.fixed.n or k > self.fixed.k:
-                raise ValueError(f"{n} sequences of {k} rows exceed the fixed bucket {self.fixed}")
-            return self.fixed
         n_fit, k_fit = (min((x for x in sizes if x >= want), default=0) for sizes, want in ((self.n, n), (self.k, k)))
         if not n_fit or not k_fit:
             raise ValueError(f"no bucket for {n} sequences of {k} rows; batches are {self.n}, rows {self.k}")
@@ -50,10 +44,10 @@ class BucketConfig:
     def reachable(self, policy: Policy, concurrency: int) -> set[Bucket]:
         """Every bucket that steps of 1 to `concurrency` sequences can need under the policy, drains included."""
         found: set[Bucket] = set()
+        depths = frozenset().union(*(policy.depths(n) for n in range(1, concurrency + 1)))
         for n in range(1, concurrency + 1):
             # While sequences come and go, what the last step's depth left pending is folded in this step's bucket.
-            for depth in {policy.drafts(m) for m in range(1, concurrency + 1)}:
-                k = max(depth, policy.drafts(n)) + 1
+            for k in {max(before, now) + 1 for before in depths for now in policy.depths(n)}:
                 counts = range(n, n * k + 1) if self.ragged else (n * k,)
                 found |= {self.fit(n, k, rows, policy.head) for rows in counts}
         return found

@@ -1,190 +1,257 @@
 """One step, one program: verify, accept, commit, refill and propose, for every n and every depth.
 
 The host says what runs in one small integer array, the program answers in another; what lives on the device between
-steps is the model state, donated and updated in place.
+steps is the decode state, donated and updated in place.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from atlas_jax.config import ModelConfig
-from atlas_jax.decode.accept import emitted_count
-from atlas_jax.decode.sampling import pick
+from atlas_jax.decode import accept
+from atlas_jax.decode.plan import Bucket, Plan, Result, StepConfig
+from atlas_jax.decode.sampling import (
+    ACCEPT,
+    DRAFT,
+    RESIDUAL,
+    Background,
+    add_noise,
+    noise_keys,
+    pick,
+    probabilities,
+    token_counts,
+)
+from atlas_jax.decode.state import DecodeState
 from atlas_jax.kernels.backends import Kernels
 from atlas_jax.model import mtp
 from atlas_jax.model.mixers import Params
-from atlas_jax.model.state import GdnCache, ModelState
+from atlas_jax.model.state import GdnCache
 from atlas_jax.model.trunk import logits, trunk
 from atlas_jax.model.views import Prefill, Step, materialize
-
-HostOrDevice = Any  # a plan is NumPy on the host and traced arrays in the program
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Bucket:
-    """A compiled shape.
-
-    Attributes:
-      n: sequences, padded.
-      k: most rows of one sequence; also bounds the pending rows of the last step, and `k - 1` drafts are proposed.
-      rows: flat rows of the whole batch, padded; `n * k` where every sequence may be full.
-      head: whether the draft head runs. False is plain decode and takes k = 1.
-    """
-
-    n: int
-    k: int
-    rows: int
-    head: bool
-
-    def __post_init__(self) -> None:
-        if not (self.n >= 1 and self.k >= 1 and self.n <= self.rows <= self.n * self.k):
-            raise ValueError(f"no such bucket: {self}; rows must lie between n and n * k")
-        if not self.head and self.k > 1:
-            raise ValueError(f"{self} verifies drafts without a head to propose them")
-
-
-class Plan(NamedTuple):
-    """What the host asks of a step, one entry per sequence. Padding sequences have `num_rows` 0 and the slot `S`.
-
-    Attributes:
-      slots: slot of the sequence.
-      lengths: committed positions (row 0 is written there; its token is `tokens[:, 0]`).
-      pending: drafts accepted by the last step, still to be folded.
-      num_rows: rows to verify, `1 + drafts`.
-      room: tokens the request may still emit, at least `num_rows`.
-      stops: whether the engine's end tokens end this request (0 for `ignore_eos`).
-      tokens: the last emitted token, then the queued drafts.
-      temperature: sampling temperature, float32.
-      keys: the request's random key.
-    """
-
-    slots: Int[HostOrDevice, " N"]
-    lengths: Int[HostOrDevice, " N"]
-    pending: Int[HostOrDevice, " N"]
-    num_rows: Int[HostOrDevice, " N"]
-    room: Int[HostOrDevice, " N"]
-    stops: Int[HostOrDevice, " N"]
-    tokens: Int[HostOrDevice, "N K"]
-    temperature: Float[HostOrDevice, " N"]
-    keys: UInt32[HostOrDevice, "N 2"]
-
-    @classmethod
-    def empty(cls, n: int, k: int, slots: int) -> Plan:
-        """A plan of n padding sequences of up to k rows, to be filled in; `slots` is the number of slots."""
-        ints = lambda value: np.full(n, value, np.int32)
-        return cls(
-            slots=ints(slots),
-            lengths=ints(0),
-            pending=ints(0),
-            num_rows=ints(0),
-            room=ints(1),
-            stops=ints(1),
-            tokens=np.zeros((n, k), np.int32),
-            temperature=np.zeros(n, np.float32),
-            keys=np.zeros((n, 2), np.uint32),
-        )
-
-    def pack(self) -> np.ndarray:
-        """All fields as one int32 `[N, 9 + K]` array: a step pays for every array it is handed."""
-        columns = [self.slots, self.lengths, self.pending, self.num_rows, self.room, self.stops]
-        ints = np.stack(columns, axis=1, dtype=np.int32)
-        temperature = np.asarray(self.temperature, np.float32).view(np.int32)[:, None]
-        keys = np.asarray(self.keys, np.uint32).view(np.int32)
-        return np.concatenate([ints, temperature, keys, np.asarray(self.tokens, np.int32)], axis=1)
-
-    @classmethod
-    def unpack(cls, packed: Int[Array, "N 9+K"]) -> Plan:
-        """The inverse of `pack`, inside the program."""
-        temperature = jax.lax.bitcast_convert_type(packed[:, 6], jnp.float32)
-        keys = jax.lax.bitcast_convert_type(packed[:, 7:9], jnp.uint32)
-        slots, lengths, pending, num_rows, room, stops = (packed[:, i] for i in range(6))
-        return cls(slots, lengths, pending, num_rows, room, stops, packed[:, 9:], temperature, keys)
-
-
-class Result(NamedTuple):
-    """What a step answers.
-
-    Attributes:
-      ints: `[N, 1 + K + P]`: tokens emitted, the target's picks (the first `count` are the emitted ones), the drafts
-        for the next step.
-      draft_log_probs: log-probability of each proposed draft under the head; of width 0 unless asked for.
-    """
-
-    ints: Int[Array, "N 1+K+P"]
-    draft_log_probs: Float[Array, "N P"]
 
 
 def step(
     params: Params,
-    state: ModelState,
-    packed: Int[Array, "N 9+K"],
+    state: DecodeState,
+    packed: Int[Array, "N W"],
     cfg: ModelConfig,
     bucket: Bucket,
-    ends: tuple[int, ...],
-    log_probs: bool = False,
+    config: StepConfig = StepConfig(),
     kernels: Kernels = Kernels(),
-) -> tuple[ModelState, Result]:
-    """Run one step of `bucket` on a packed plan; the state comes back updated (donate it).
+) -> tuple[DecodeState, Result]:
+    """Run up to `config.rounds` steps of `bucket` on a packed plan; the state comes back updated (donate it).
 
-    `ends` are the end tokens; `log_probs` asks for `draft_log_probs`. Jit with all but the first three static.
+    The plan says how many of them; a round in which a sequence ends is the last. Between rounds every sequence queues
+    all of its drafts. Jit with all but the first three static.
     """
-    plan = Plan.unpack(packed)
+    plan = Plan.of(packed, bucket.k)
+    run = functools.partial(_round, params, cfg=cfg, bucket=bucket, config=config, kernels=kernels)
+    if config.rounds == 1:
+        state, _, answer = run(state, plan)
+        return state, jax.tree.map(lambda x: x[None], answer)
+
+    shapes = jax.eval_shape(lambda state, plan: run(state, plan)[2], state, plan)
+    answers = jax.tree.map(lambda x: jnp.zeros((config.rounds, *x.shape), x.dtype), shapes)
+
+    def goes_on(carry: Any) -> Array:
+        done, _, now, _ = carry
+        return (done < plan.rounds[0]) & ((now.num_rows > 0) == (plan.num_rows > 0)).all()
+
+    def body(carry: Any) -> Any:
+        done, state, now, answers = carry
+        state, now, answer = run(state, now)
+        put = lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, done, 0)
+        return done + 1, state, now, jax.tree.map(put, answers, answer)
+
+    _, state, _, answers = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, plan, answers))
+    return state, answers
+
+
+def _round(
+    params: Params,
+    state: DecodeState,
+    plan: Plan,
+    *,
+    cfg: ModelConfig,
+    bucket: Bucket,
+    config: StepConfig,
+    kernels: Kernels,
+) -> tuple[DecodeState, Plan, Result]:
+    """One step; also the plan of the next one, if nothing else comes up."""
     n, k = bucket.n, bucket.k
+    held = state.ledger.at[plan.slots].get(mode="fill", fill_value=0)
+    told = jnp.stack([plan.lengths, plan.pending, plan.head], axis=1)
+    fault = (plan.num_rows > 0) & (held != told).any(axis=1)
+    plan = plan._replace(num_rows=jnp.where(fault, 0, plan.num_rows))
     view = _view(plan, bucket, kernels)
-    row_tokens, row_temperature = view.to_flat(plan.tokens), view.to_flat(_per_row(plan.temperature, k))
-    row_keys = view.to_flat(_per_row(plan.keys, k))
+    rows = jax.tree.map(lambda x: view.to_flat(jnp.repeat(x[:, None], k, axis=1)), plan.controls)
 
     # Verify. The token after row j stands at position lengths + j + 1.
-    hidden, layers = trunk(params, cfg, row_tokens, view, state.layers)
-    picked = pick(logits(params, hidden), row_temperature, row_keys, view.positions + 1)
-    picks = view.to_grid(picked)
-    is_end = (picks[:, :, None] == jnp.asarray(ends, jnp.int32)).any(axis=-1) & (plan.stops[:, None] > 0)
-    count = emitted_count(picks, plan.tokens[:, 1:], plan.num_rows, plan.room, is_end)
-    if not bucket.head:
-        ints = jnp.concatenate([count[:, None], picks], axis=1)
-        return state._replace(layers=layers), Result(ints, jnp.zeros((n, 0)))
+    hidden, layers = trunk(params, cfg, view.to_flat(plan.tokens), view, state.layers)
+    scores = logits(params, hidden)
+    live = jnp.arange(k)[None] < plan.num_rows[:, None]
 
-    if state.head is None:
-        raise ValueError(f"{bucket} runs a draft head and the state was made without one")
-    # Refill: the committed rows enter the head's own cache, made of the trunk's true hiddens and the tokens after them.
-    # The head is one layer, so this takes no attention and no FFN.
-    entries = mtp.head_entries(params, cfg, picked, hidden, view.positions)
-    cache: Any = dataclasses.replace(view, num_rows=count).write(state.head, *entries)
+    def allowed() -> Array:
+        words = state.masks.at[plan.slots, :k].get(mode="fill", fill_value=0)
+        bits = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        return view.to_flat(bits.reshape(n, k, -1)[..., : cfg.vocab_size] > 0)
 
-    # Propose: a chain of single rows that begins with the last committed one.
+    background = Background(
+        counts=lambda: jax.tree.map(view.to_flat, _counts(state, plan, plan.tokens, live, cfg.vocab_size)),
+        bias=lambda: view.to_flat(jnp.repeat(_bias(state, plan)[:, None], k, axis=1)),
+        allowed=allowed,
+    )
+    if config.acceptance == "match":
+        picked = pick(scores, rows, plan.controls, view.positions + 1, background)
+        picks = view.to_grid(picked)
+        accepted = accept.matched(picks, plan.tokens[:, 1:], plan.num_rows)
+    else:
+        target = view.to_grid(probabilities(scores, rows, plan.controls, background))
+        accepted, picks = _judge(config.acceptance, target, state, plan)
+        picked = view.to_flat(picks)
+    is_end = (picks[:, :, None] == plan.ends[:, None, :]).any(axis=-1)
+    count = accept.emitted_count(accepted, is_end, plan.num_rows, plan.room)
+    active = count > 0
     last = jnp.maximum(count - 1, 0)[:, None]
-    draft = jnp.take_along_axis(picks, last, axis=1)[:, 0]
-    recycled = jnp.take_along_axis(view.to_grid(hidden), last[:, :, None], axis=1)[:, 0]
+    final = jnp.take_along_axis(picks, last, axis=1)[:, 0]
+
+    # Commit: row 0 has entered the states, the accepted drafts are pending; the text goes on.
+    committed = plan.lengths + count
+    places = jnp.where(jnp.arange(k)[None] < count[:, None], plan.lengths[:, None] + 1 + jnp.arange(k)[None], 2**30)
+    text = state.text.at[plan.slots[:, None], places].set(picks, mode="drop")
+    filled = jnp.where(plan.head == plan.lengths, committed, plan.head) if bucket.head else plan.head
+    ledger = jnp.stack([committed, count - 1, filled], axis=1)
+    state = state._replace(
+        layers=layers,
+        text=text,
+        ledger=state.ledger.at[jnp.where(active, plan.slots, 2**30)].set(ledger, mode="drop"),
+    )
+
+    drafts, chances = jnp.zeros((n, 0), jnp.int32), jnp.zeros((n, 0))
+    if bucket.head:
+        if state.head is None:
+            raise ValueError(f"{bucket} runs a draft head and the state was made without one")
+        # Refill: the committed rows enter the head's own cache, made of the trunk's true hiddens and the tokens after
+        # them. The head is one layer, so this takes no attention and no FFN.
+        entries = mtp.head_entries(params, cfg, picked, hidden, view.positions)
+        cache = dataclasses.replace(view, num_rows=count).write(state.head, *entries)
+        recycled = jnp.take_along_axis(view.to_grid(hidden), last[:, :, None], axis=1)[:, 0]
+        state = state._replace(head=cache)
+        state, drafts, chances = _propose(params, state, plan, picks, count, final, recycled, cfg, bucket, config)
+
+    answer = Result(
+        jnp.concatenate([count[:, None], fault[:, None].astype(jnp.int32), picks, drafts], axis=1),
+        _log_probs(scores, picked, plan, view),
+        chances,
+        *_top(scores, view, config.top_log_probs),
+    )
+    ended = (final[:, None] == plan.ends).any(axis=-1)
+    room = plan.room - count
+    going = active & ~ended & (room > 0)
+    following = plan._replace(
+        lengths=committed,
+        pending=count - 1,
+        head=filled,
+        room=room,
+        num_rows=jnp.where(going, jnp.minimum(jnp.minimum(plan.limit, k), room), 0),
+        scripted=jnp.zeros_like(plan.scripted),
+        tokens=jnp.concatenate([final[:, None], drafts], axis=1),
+    )
+    return state, following, answer
+
+
+def _propose(
+    params: Params,
+    state: DecodeState,
+    plan: Plan,
+    picks: Int[Array, "N K"],
+    count: Int[Array, " N"],
+    final: Int[Array, " N"],
+    recycled: Float[Array, "N D"],
+    cfg: ModelConfig,
+    bucket: Bucket,
+    config: StepConfig,
+) -> tuple[DecodeState, Int[Array, "N P"], Float[Array, "N P"]]:
+    """A chain of single rows that begins with the last committed one; each draft feeds the next."""
+    n, k = bucket.n, bucket.k
+    cache: Any = state.head
+    draft, ids = final, params["mtp"].get("draft_ids")
     drafts: list[Array] = []
     chances: list[Array] = []
+    proposals: list[Array] = []
+    emitted = jnp.arange(k)[None] < count[:, None]
     for j in range(k - 1):
         row = _single(plan, plan.lengths + count - 1 + j, count > 0)
         recycled, cache = mtp.head(params, cfg, draft, recycled, row, cache)
-        scores = logits(params, recycled)
-        draft = pick(scores, plan.temperature, plan.keys, plan.lengths + count + j + 1)
+        scores = mtp.draft_logits(params, recycled)
+
+        def counts(known: tuple[Array, ...] = tuple(drafts)) -> tuple[Array, Array]:
+            # Row 0's token, what this step emitted, the drafts so far: in this order, dead ones in between.
+            more = jnp.concatenate([plan.tokens[:, :1], picks, *(d[:, None] for d in known)], axis=1)
+            live = jnp.concatenate([jnp.ones((n, 1), bool), emitted, jnp.ones((n, len(known)), bool)], axis=1)
+            return jax.tree.map(lambda x: x[:, -1], _counts(state, plan, more, live, cfg.vocab_size))
+
+        background = Background(counts, lambda: _bias(state, plan), None)
+        places = plan.lengths + count + j + 1
+        if config.acceptance == "match":
+            draft = pick(scores, plan.controls, plan.controls, places, background, ids, cfg.vocab_size)
+        else:
+            whole = scores if ids is None else jnp.full((n, cfg.vocab_size), -jnp.inf).at[:, ids].set(scores)
+            proposal = probabilities(whole, plan.controls, plan.controls, background)
+            draft = add_noise(jnp.log(proposal), plan.controls, places, DRAFT).argmax(axis=-1).astype(jnp.int32)
+            proposals.append(proposal)
         drafts.append(draft)
-        if log_probs:
-            chances.append(jnp.take_along_axis(jax.nn.log_softmax(scores, axis=-1), draft[:, None], axis=1)[:, 0])
-    ints = jnp.concatenate([count[:, None], picks, *(draft[:, None] for draft in drafts)], axis=1)
-    return ModelState(layers, cache), Result(ints, jnp.stack(chances, axis=1) if chances else jnp.zeros((n, 0)))
+        if bucket.log_probs:
+            found = draft if ids is None else jnp.searchsorted(ids, draft)
+            chances.append(jnp.take_along_axis(jax.nn.log_softmax(scores, axis=-1), found[:, None], axis=1)[:, 0])
+    state = state._replace(head=cache)
+    if proposals and state.proposals is not None:
+        drawn = jnp.stack(proposals, axis=1).astype(state.proposals.dtype)
+        state = state._replace(proposals=state.proposals.at[plan.slots, : k - 1].set(drawn, mode="drop"))
+    stacked = lambda columns, dtype: jnp.stack(columns, axis=1) if columns else jnp.zeros((n, 0), dtype)
+    return state, stacked(drafts, jnp.int32), stacked(chances, jnp.float32)
+
+
+def _judge(
+    rule: accept.Rule, target: Float[Array, "N K V"], state: DecodeState, plan: Plan
+) -> tuple[Int[Array, " N"], Int[Array, "N K"]]:
+    """Drafts accepted by a rule on distributions, and the rows' tokens: the accepted drafts and the one after them."""
+    n, k, vocab = target.shape
+    drafts = plan.tokens[:, 1:]
+    repeat = lambda x: jnp.repeat(x[:, None], k - 1, axis=1).reshape(-1, *x.shape[1:])
+    if k == 1 or state.proposals is None:
+        accepted, last = jnp.zeros(n, jnp.int32), target[:, 0]
+    else:
+        drawn = state.proposals.at[plan.slots, : k - 1].get(mode="fill", fill_value=0).astype(target.dtype)
+        given = jax.nn.one_hot(drafts, vocab, dtype=target.dtype)
+        proposed = jnp.where(plan.scripted[:, None, None] > 0, given, drawn)
+        places = (plan.lengths[:, None] + 1 + jnp.arange(k - 1)[None]).reshape(-1)
+        keys = noise_keys(repeat(plan.controls.keys), places, ACCEPT)
+        chance = jax.vmap(lambda key: jax.random.uniform(key, (), target.dtype))(keys).reshape(n, k - 1)
+        judge = accept.rejection if rule == "rejection" else accept.block
+        accepted, last = judge(target, proposed, drafts, plan.num_rows, chance)
+    noisy = add_noise(jnp.log(last), plan.controls, plan.lengths + accepted + 1, RESIDUAL)
+    final = noisy.argmax(axis=-1).astype(jnp.int32)
+    padded = jnp.concatenate([drafts, final[:, None]], axis=1)
+    return accepted, jnp.where(jnp.arange(k)[None] < accepted[:, None], padded, final[:, None])
 
 
 def prefill(
     params: Params,
-    state: ModelState,
+    state: DecodeState,
     packed: Int[Array, " 4+T"],
     *,
     cfg: ModelConfig,
     width: int,
     kernels: Kernels = Kernels(),
-) -> ModelState:
+) -> DecodeState:
     """Consume up to `width` prompt tokens of one sequence.
 
     `packed` is `(slot, start, count, tokens[0] ... tokens[width])`; the token after the last live one is needed too,
@@ -193,31 +260,91 @@ def prefill(
     slots, start, count, tokens = packed[0:1], packed[1:2], packed[2:3], packed[None, 3:]
     view = Prefill(slots, start, count, width, kernels)
     hidden, layers = trunk(params, cfg, tokens[:, :-1], view, state.layers)
-    if state.head is None:
-        return ModelState(layers, None)
-    entries = mtp.head_entries(params, cfg, tokens[:, 1:], hidden, view.positions)
-    return ModelState(layers, view.write(state.head, *entries))
+    column = jnp.arange(width + 1)[None]
+    places = jnp.where(column <= count[:, None], start[:, None] + column, 2**30)
+    held = state.ledger.at[slots, 2].get(mode="fill", fill_value=0)
+    unbroken = (start == 0) | (held == start)
+    filled = jnp.where(unbroken, start + count, held) if state.head is not None else jnp.zeros_like(count)
+    ledger = jnp.stack([start + count, jnp.zeros_like(count), filled], axis=1)
+    head = state.head
+    if head is not None:
+        head = view.write(head, *mtp.head_entries(params, cfg, tokens[:, 1:], hidden, view.positions))
+    return state._replace(
+        layers=layers,
+        head=head,
+        text=state.text.at[slots[:, None], places].set(tokens, mode="drop"),
+        ledger=state.ledger.at[slots].set(ledger, mode="drop"),
+    )
 
 
 def fold_pending(
     params: Params,
-    state: ModelState,
-    packed: Int[Array, "2 N"],
+    state: DecodeState,
+    packed: Int[Array, "4 N"],
     *,
     cfg: ModelConfig,
     fold: int,
     kernels: Kernels = Kernels(),
-) -> ModelState:
-    """Fold the pending rows (at most `fold`) of slots `packed[0]`, `packed[1]` of them each, into their GDN states:
-    for tests, saving, prefix reuse."""
-    slots, pending = packed
+) -> DecodeState:
+    """Fold pending rows (at most `fold`) into the GDN states of their slots: for tests, saving, prefix reuse.
+
+    `packed` is, per sequence, its slot, the rows to fold (fewer than are pending drops the rest), and what the ledger
+    then says: committed positions and entries of the head's cache.
+    """
+    slots, pending, lengths, head = packed
+    ledger = jnp.stack([lengths, jnp.zeros_like(lengths), head], axis=1)
     layers = tuple(
         materialize(params["layers"][i]["mixer"], cfg, cache, slots, pending, fold, kernels)
         if isinstance(cache, GdnCache)
         else cache
         for i, cache in enumerate(state.layers)
     )
-    return state._replace(layers=layers)
+    return state._replace(layers=layers, ledger=state.ledger.at[slots].set(ledger, mode="drop"))
+
+
+def copy_slot(params: Params, state: DecodeState, packed: Int[Array, " 2"]) -> DecodeState:
+    """Copy all that one slot holds to another: `packed` is `(from, to)`. For prefix reuse."""
+    source, target = packed
+    # Read before anything is written: fused with the write, XLA copies the whole pool.
+    held = jax.lax.optimization_barrier(
+        jax.tree.map(lambda pool: jax.lax.dynamic_index_in_dim(pool, source, keepdims=True), state)
+    )
+    put = lambda pool, row: jax.lax.dynamic_update_slice_in_dim(pool, row, target, 0)
+    return jax.tree.map(put, state, held)
+
+
+def set_bias(state: DecodeState, slot: Int[Array, ""], bias: Float[Array, " V"]) -> DecodeState:
+    """Give a slot its logit bias."""
+    return state._replace(bias=jax.lax.dynamic_update_index_in_dim(state.bias, bias, slot, 0))
+
+
+def set_masks(state: DecodeState, slot: Int[Array, ""], masks: Array) -> DecodeState:
+    """Give a slot the allowed tokens of the next step's rows, as bits `[K, V / 32]`."""
+    return state._replace(masks=jax.lax.dynamic_update_index_in_dim(state.masks, masks, slot, 0))
+
+
+def _counts(
+    state: DecodeState, plan: Plan, more: Int[Array, "N E"], live: Array, vocab: int
+) -> tuple[Int[Array, "N E V"], Int[Array, "N E V"]]:
+    text = state.text.at[plan.slots].get(mode="fill", fill_value=0)
+    return token_counts(text, plan.lengths, plan.prompts, more, live, vocab)
+
+
+def _bias(state: DecodeState, plan: Plan) -> Float[Array, "N V"]:
+    return state.bias.at[plan.slots].get(mode="fill", fill_value=0)
+
+
+def _log_probs(scores: Float[Array, "R V"], picked: Int[Array, " R"], plan: Plan, view: Step) -> Float[Array, "N K"]:
+    def found(scores: Array) -> Array:
+        return jnp.take_along_axis(jax.nn.log_softmax(scores, axis=-1), picked[:, None], axis=1)[:, 0]
+
+    nothing = lambda scores: jnp.zeros(scores.shape[0], scores.dtype)
+    return view.to_grid(jax.lax.cond((plan.wants > 0).any(), found, nothing, scores))
+
+
+def _top(scores: Float[Array, "R V"], view: Step, count: int) -> tuple[Array, Array]:
+    best, ids = jax.lax.top_k(jax.nn.log_softmax(scores, axis=-1) if count else scores, count)
+    return view.to_grid(ids), view.to_grid(best)
 
 
 def _view(plan: Plan, bucket: Bucket, kernels: Kernels) -> Step:
@@ -235,7 +362,3 @@ def _view(plan: Plan, bucket: Bucket, kernels: Kernels) -> Step:
 def _single(plan: Plan, lengths: Int[Array, " N"], active: Array) -> Step:
     cells = jnp.arange(lengths.shape[0], dtype=jnp.int32)
     return Step(plan.slots, lengths, active.astype(jnp.int32), jnp.zeros_like(lengths), cells[:, None], cells, False)
-
-
-def _per_row(values: Array, k: int) -> Array:
-    return jnp.repeat(values[:, None], k, axis=1)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from typing import Any
+
+from atlas_jax.decode.plan import Bucket
 
 
 @dataclasses.dataclass
@@ -10,41 +14,27 @@ class Acceptance:
     """Counts over sequence-steps (one sequence in one step).
 
     Attributes:
-      steps: sequence-steps.
-      tokens: tokens emitted, cut at end tokens and limits.
-      offered: `offered[j - 1]` sequence-steps that verified at least j drafts.
-      accepted: `accepted[j - 1]` of those that accepted at least j.
-      reached: `reached[j - 1]` sequence-steps that verified at least j drafts and accepted the first j - 1.
+      histogram: sequence-steps by `(drafts offered, drafts accepted)`, after the cut at end tokens and limits.
+      tokens: tokens emitted.
     """
 
-    steps: int = 0
+    histogram: Counter[tuple[int, int]] = dataclasses.field(default_factory=Counter)
     tokens: int = 0
-    offered: list[int] = dataclasses.field(default_factory=list)
-    accepted: list[int] = dataclasses.field(default_factory=list)
-    reached: list[int] = dataclasses.field(default_factory=list)
 
     def record(self, offered: int, emitted: int) -> None:
         """One sequence-step that verified `offered` drafts and emitted `emitted` tokens, the extra one included."""
-        self.steps += 1
+        self.histogram[offered, emitted - 1] += 1
         self.tokens += emitted
-        while len(self.offered) < offered:
-            for counts in (self.offered, self.accepted, self.reached):
-                counts.append(0)
-        for j in range(offered):
-            self.offered[j] += 1
-            self.reached[j] += emitted > j
-            self.accepted[j] += emitted > j + 1
 
     def merge(self, other: Acceptance) -> None:
         """Add the counts of `other`."""
-        self.steps += other.steps
+        self.histogram.update(other.histogram)
         self.tokens += other.tokens
-        for mine, theirs in zip(
-            (self.offered, self.accepted, self.reached), (other.offered, other.accepted, other.reached), strict=True
-        ):
-            mine.extend([0] * (len(theirs) - len(mine)))
-            for j, count in enumerate(theirs):
-                mine[j] += count
+
+    @property
+    def steps(self) -> int:
+        """Sequence-steps."""
+        return self.histogram.total()
 
     @property
     def tok_step(self) -> float | None:
@@ -53,12 +43,84 @@ class Acceptance:
 
     def unconditional(self, j: int) -> float | None:
         """`u_j`: at least j drafts accepted, among steps that offered j."""
-        return _ratio(self.accepted, self.offered, j)
+        return self._rate(j, self.count(j, 0))
 
     def conditional(self, j: int) -> float | None:
         """`p_j`: draft j accepted given the ones before it were, among steps that offered j."""
-        return _ratio(self.accepted, self.reached, j)
+        return self._rate(j, self.count(j, j - 1))
+
+    def count(self, offered: int, accepted: int) -> int:
+        """Sequence-steps that offered at least so many drafts and accepted at least so many."""
+        return sum(count for (k, a), count in self.histogram.items() if k >= offered and a >= accepted)
+
+    def _rate(self, j: int, whole: int) -> float | None:
+        return self.count(j, j) / whole if whole else None
 
 
-def _ratio(part: list[int], whole: list[int], j: int) -> float | None:
-    return part[j - 1] / whole[j - 1] if len(whole) >= j and whole[j - 1] else None
+@dataclasses.dataclass
+class Steps:
+    """Decode steps at one width: how many, and the seconds that host and device took for them."""
+
+    count: int = 0
+    host_s: float = 0.0
+    device_s: float = 0.0
+    buckets: Counter[Bucket] = dataclasses.field(default_factory=Counter)
+
+    @property
+    def seconds(self) -> float:
+        return self.host_s + self.device_s
+
+
+@dataclasses.dataclass
+class Telemetry:
+    """What an engine has done since it was made or last told to forget.
+
+    Attributes:
+      acceptance: by `(active sequences of the step, label of the request)`.
+      steps: by active sequences of the step; the width is that of the program's live rows, not of a wish.
+      prefill_s: seconds spent in prefill.
+      prefilled: prompt tokens that prefill consumed.
+      reused: prompt tokens whose state was at hand.
+    """
+
+    acceptance: dict[tuple[int, str], Acceptance] = dataclasses.field(default_factory=dict)
+    steps: dict[int, Steps] = dataclasses.field(default_factory=dict)
+    prefill_s: float = 0.0
+    prefilled: int = 0
+    reused: int = 0
+
+    def total(self, width: int | None = None, label: str | None = None) -> Acceptance:
+        """Acceptance over all widths and labels, or those of one."""
+        found = Acceptance()
+        for (at, of), counts in self.acceptance.items():
+            if width in (None, at) and label in (None, of):
+                found.merge(counts)
+        return found
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds of all decode steps, host work included."""
+        return sum(steps.seconds for steps in self.steps.values())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per width and label, for a table or a file; times are those of the width."""
+        found = []
+        for (width, label), counts in sorted(self.acceptance.items()):
+            steps = self.steps[width]
+            deepest = max((offered for offered, _ in counts.histogram), default=0)
+            found.append(
+                {
+                    "width": width,
+                    "label": label,
+                    "sequence_steps": counts.steps,
+                    "tok_step": counts.tok_step,
+                    "u": [counts.unconditional(j) for j in range(1, deepest + 1)],
+                    "p": [counts.conditional(j) for j in range(1, deepest + 1)],
+                    "histogram": {f"{k}:{a}": count for (k, a), count in sorted(counts.histogram.items())},
+                    "steps": steps.count,
+                    "host_ms": 1e3 * steps.host_s / steps.count,
+                    "device_ms": 1e3 * steps.device_s / steps.count,
+                    "buckets": {f"{b.n}x{b.k}:{b.rows}": count for b, count in sorted(steps.buckets.items())},
+                }
+            )
+        return found

@@ -3,6 +3,7 @@
 | backend | runs on | needs |
 |---|---|---|
 | `xla` | everything | |
+| `sequential` | everything; `gdn_step` alone | the recurrence row by row: no row's bits depend on those beside it |
 | `triton` | Pallas Triton: NVIDIA sm_80 (Ampere) and later | a jax that still has it (deprecated from 0.11.0 on) |
 | `mosaic` | Pallas Mosaic GPU: NVIDIA sm_90 (Hopper) and later | jax >= 0.11.2; only `gdn_step` has such a kernel |
 """
@@ -17,12 +18,13 @@ from typing import Any, Literal, get_args
 
 import jax
 
-Backend = Literal["xla", "triton", "mosaic"]
+Backend = Literal["xla", "sequential", "triton", "mosaic"]
 
 # The backends that each op has, the preferred one for a GPU first. A field of `Kernels` per op.
 _WRITTEN: dict[str, tuple[Backend, ...]] = {
-    "gdn_step": ("triton", "mosaic", "xla"),
+    "gdn_step": ("triton", "mosaic", "xla", "sequential"),
     "gdn_chunk": ("triton", "xla"),
+    "cache_attention": ("triton", "xla"),
 }
 _OLDEST_CHIP: dict[Backend, tuple[int, int]] = {"triton": (8, 0), "mosaic": (9, 0)}
 _MOSAIC_SINCE = (0, 11, 2)
@@ -37,13 +39,14 @@ class Kernels:
     """Backend per op: a static argument of jit.
 
     Attributes:
-      gdn_step, gdn_chunk: who computes the op.
+      gdn_step, gdn_chunk, cache_attention: who computes the op; prefill's attention is XLA's always.
       interpret: whether Pallas kernels are interpreted (on a CPU, for tests).
       capability: of the chip, which chooses the kernels' tiles; None for the default tiles.
     """
 
     gdn_step: Backend = "xla"
     gdn_chunk: Backend = "xla"
+    cache_attention: Backend = "xla"
     interpret: bool = False
     capability: tuple[int, int] | None = None
 
@@ -118,7 +121,7 @@ def choose(
 
 def obstacle(backend: Backend, target: Target, *, interpret: bool = False) -> str | None:
     """Why `backend` can't run on `target`, or None if it can."""
-    if backend == "xla":
+    if backend in ("xla", "sequential"):
         return None
     if backend == "mosaic" and target.jax_version < _MOSAIC_SINCE:
         return f"Mosaic kernels need jax >= {'.'.join(map(str, _MOSAIC_SINCE))}"

@@ -18,7 +18,8 @@ import numpy as np
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.decode.buckets import BucketConfig
-from atlas_jax.decode.engine import Engine, EngineConfig, Request
+from atlas_jax.decode.engine import Engine, EngineConfig
+from atlas_jax.decode.requests import Request
 from atlas_jax.decode.telemetry import Acceptance
 from atlas_jax.depth.policies import Off, Policy
 from atlas_jax.model.mixers import Params
@@ -263,7 +264,7 @@ def _check(regime: str, requests: Sequence[Request], concurrency: int, repetitio
         raise BenchError(f"repetitions is {repetitions}; measure at least one")
     if len(requests) < concurrency:
         raise BenchError(f"{regime}: {len(requests)} requests cannot keep {concurrency} slots full; give more prompts")
-    if any(request.temperature > 0 for request in requests):
+    if any(request.sampling.temperature > 0 for request in requests):
         raise BenchError(f"{regime}: only greedy requests are compared with plain; set temperature to 0")
 
 
@@ -274,18 +275,16 @@ def _run(engine: Engine, policy: Policy, requests: Sequence[Request], repetition
     answers = tuple(completion.tokens for completion in engine.generate(requests))
     if not any(answers):
         raise BenchError("the requests asked for no tokens")
-    acceptance = Acceptance()
-    for counts in engine.acceptance.values():
-        acceptance.merge(counts)
-    steps, seconds = engine.seconds[engine.config.slots]
+    telemetry = engine.telemetry
+    full = telemetry.steps[engine.config.slots]
     return Run(
         policy=policy.name,
         repetition=repetition,
         answers=answers,
-        decode_s=sum(seconds for _, seconds in engine.seconds.values()),
-        full_step_s=seconds / steps,
-        prefill_s=engine.prefill_seconds,
-        acceptance=acceptance,
+        decode_s=telemetry.decode_s,
+        full_step_s=full.seconds / full.count,
+        prefill_s=telemetry.prefill_s,
+        acceptance=telemetry.total(),
         compiles=engine.compiles_after_warmup - before,
     )
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from atlas_jax.decode.engine import Completion, Engine, Request
+from atlas_jax.decode.engine import Engine
+from atlas_jax.decode.requests import Completion, Request
 from atlas_jax.depth.policies import Off
 
 

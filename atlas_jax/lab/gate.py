@@ -24,7 +24,7 @@ class KernelRow:
     """One kernel at one shape on one chip. None: not checked.
 
     Attributes:
-      rel_err: largest error of outputs and state against the float64 recurrence, relative to their largest value;
+      rel_err: largest error of outputs and state against float64, relative to their largest value;
         interpreted, at a shrunk shape, so the same for every chip; 1e30 where that is no number.
       registers, spill_bytes, shared_bytes, loads, stores: see `crosscompile.Kernel`; sums or, for registers and shared
         memory, the largest where an op is several kernels.
@@ -89,7 +89,7 @@ class ProgramRow:
     """One decode step on one chip.
 
     Attributes:
-      backend: of the GDN step, as an engine there would choose.
+      backend: of the GDN step and of the attention over the cache, as an engine there would choose.
       slots: of the pool, and `state_bytes` its size; the step was compiled with four times as many as well.
       temp_growth: bytes by which temporaries grew with the pool; small changes are alignment.
       kernels_per_layer: launches that a layer more adds, averaged over the kinds of layers, a loop's body counted once.
@@ -114,6 +114,7 @@ class ProgramRow:
     failures: tuple[str, ...] = ()
 
 
+STEP_OPS = ("gdn_step", "cache_attention")  # whose kernels a decode step must hold
 PERIOD = 4  # layers after which the kinds of layers repeat
 MORE_SLOTS = 4  # times as many slots in the second compile
 GROWTH_ALLOWED = 1 << 16  # bytes; a growing temporary is at least one state, 1 MiB for the smallest model
@@ -136,8 +137,9 @@ def program_job(size: DecodeStep) -> Job:
 
 def program_row(size: DecodeStep, reports: Sequence[Report] | None) -> ProgramRow:
     """The row of a step from the reports on its `variants`; None where nothing could be compiled."""
-    step = size.kernels.gdn_step
-    row = ProgramRow(size.model, size.chip, step, size.n, size.k, size.slots, size.state_bytes(), size.layer_bytes())
+    chosen = {op: getattr(size.kernels, op) for op in STEP_OPS}
+    backend = "/".join(dict.fromkeys(chosen.values()))
+    row = ProgramRow(size.model, size.chip, backend, size.n, size.k, size.slots, size.state_bytes(), size.layer_bytes())
     if reports is None:
         return row
     if errors := [f"{report.name}: {report.error}" for report in reports if not report.compiled]:
@@ -155,10 +157,13 @@ def program_row(size: DecodeStep, reports: Sequence[Report] | None) -> ProgramRo
         loops=main.loops,
     )
     failures = []
-    own = [kernel for kernel in main.kernels if kernel.name.startswith("gdn_step")]
-    failures += [f"{kernel.name} spills {kernel.spill_bytes} bytes" for kernel in own if kernel.spill_bytes]
-    if step != "xla" and not own:
-        failures.append(f"no kernel named gdn_step* is in it, though {step} was chosen")
+    for op, backend in chosen.items():
+        own = [kernel for kernel in main.kernels if kernel.name.startswith(op)]
+        failures += [f"{kernel.name} spills {kernel.spill_bytes} bytes" for kernel in own if kernel.spill_bytes]
+        if backend != "xla" and not own:
+            failures.append(f"no kernel named {op}* is in it, though {backend} was chosen")
+    if row.loops and "xla" not in chosen.values():
+        failures.append(f"{row.loops} loops wait for the host, though what would loop has kernels")
     if _known(row.aliased_bytes) < row.state_bytes:
         failures.append(f"{row.state_bytes - _known(row.aliased_bytes):,} bytes of donated state are not aliased")
     if _known(row.temp_bytes) >= row.layer_bytes:
@@ -260,7 +265,7 @@ def program_table(rows: Sequence[ProgramRow]) -> Table:
     )
     made.add_column("model", no_wrap=True)
     made.add_column("chip")
-    made.add_column("gdn_step")
+    made.add_column("kernels")
     for name in ("n", "rows", "state", "aliased", "layer", "temp", "growth", "per layer", "launches", "loops"):
         made.add_column(name, justify="right")
     mib = lambda value: "-" if value is None else f"{value / 2**20:,.1f}"

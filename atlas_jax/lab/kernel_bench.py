@@ -17,6 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlas_jax.kernels.backends import Backend
+from atlas_jax.kernels.cache_attention import cache_attention
+from atlas_jax.kernels.cache_attention.specs import AttentionSpec
+from atlas_jax.kernels.cache_attention.specs import spec as attention_spec
+from atlas_jax.kernels.cache_attention.tiles import CANDIDATES
+from atlas_jax.kernels.cache_attention.tiles import Tile as AttentionTile
 from atlas_jax.kernels.gdn_chunk import check as chunk_check
 from atlas_jax.kernels.gdn_chunk import gdn_chunk
 from atlas_jax.kernels.gdn_chunk.specs import ChunkSpec
@@ -32,6 +37,8 @@ STEP_BATCHES = (1, 8, 32)
 STEP_ROWS = ((1, 0), (4, 0), (4, 3))  # (rows, pending)
 DESIGN_MODEL = "qwen3.5-4b"  # rollback designs, backends and foreign kernels are compared at its shapes
 SWEEP = (Tile(8, 1), Tile(16, 1), Tile(16, 2), Tile(32, 4))
+ATTENTION_SWEEP = CANDIDATES
+CONTEXT, SHORT = 4096, 512  # capacity of a slot, which is full or holds this little
 
 _ROTATION = 160 << 20  # bytes of states in rotation: three times the last-level cache of the largest chips
 _MOST_SETS = 16  # every set is a call of its own in the program, and compiles
@@ -48,7 +55,7 @@ class Cell:
       against: other implementations of the same call on the same inputs, microseconds; where nothing was timed, the
         bytes they move instead, named `<name>_bytes`.
       resident: the buffers in rotation may fit the cache, so that the time is not that of memory.
-      tile: columns and warps of a program; empty where the compiler chooses.
+      tile: how a program is cut, columns and warps for a step; empty where the compiler chooses.
     """
 
     kernel: str
@@ -205,9 +212,82 @@ def time_chunk(
     return timing
 
 
+def attention_specs() -> Iterator[tuple[AttentionSpec, int]]:
+    """`(spec, live entries of a sequence)` of every attention over the cache that is timed."""
+    for n in reversed(STEP_BATCHES):
+        for model in STEP_MODELS if n == max(STEP_BATCHES) else (DESIGN_MODEL,):
+            for rows in (1, 4):
+                yield attention_spec(model, n, rows, context=CONTEXT), CONTEXT
+    yield attention_spec(DESIGN_MODEL, max(STEP_BATCHES), 4, context=CONTEXT), SHORT
+    yield attention_spec(DESIGN_MODEL, 1, 1, context=8 * CONTEXT), 8 * CONTEXT
+
+
+def attention_cell(what: AttentionSpec, length: int, backend: Backend, tile: AttentionTile | None) -> Cell:
+    """The untimed cell of an attention over `length` entries; nothing is pending in it."""
+    return Cell(
+        kernel="cache_attention",
+        spec=f"{what.name} at {length}",
+        n=what.n,
+        rows=what.rows,
+        pending=0,
+        bytes=what.bytes(length),
+        backend=backend,
+        resident=_sets(_cache_bytes(what, length)) * _cache_bytes(what, length) < _ROTATION,
+        tile=attention_tile_name(tile) if tile and backend != "xla" else "",
+    )
+
+
+def attention_tile_name(tile: AttentionTile) -> str:
+    """Entries, warps, stages and programs."""
+    return f"{tile.entries}x{tile.warps}x{tile.stages} {tile.programs}"
+
+
+def copying_bytes(what: AttentionSpec, length: int) -> int:
+    """What XLA's form moves: it copies each block out of the pool, then reads the copy."""
+    return what.bytes(length) + 2 * _cache_bytes(what, length)
+
+
+def time_attention(
+    what: AttentionSpec,
+    length: int,
+    backend: Backend,
+    tile: AttentionTile,
+    *,
+    interpret: bool = False,
+    **options: Any,
+) -> Timing:
+    """Time attention over `length` entries of full sequences; what one call gives are the queries of the next."""
+    attend: Callable[..., jax.Array] = cache_attention
+    if backend != "xla":
+        kernel = importlib.import_module(f"atlas_jax.kernels.cache_attention.pallas_{backend}").cache_attention
+        attend = functools.partial(kernel, tile=tile, interpret=interpret)
+    sets = _sets(_cache_bytes(what, length))
+    shape = dataclasses.replace(what, slots=sets * what.n).arguments()
+    positions = jnp.broadcast_to(length - what.rows + jnp.arange(what.rows), (what.n, what.rows))
+    carry = {
+        "pool": jnp.ones(shape[0].shape, shape[0].dtype),
+        "out": jnp.ones(shape[-1].shape, shape[-1].dtype),
+        "positions": positions,
+        "lengths": jnp.full(what.n, length, jnp.int32),
+    }
+
+    def call(carry: dict[str, Any], i: int) -> dict[str, Any]:
+        return {**carry, "out": attend(carry["pool"], slots[i], carry["positions"], carry["lengths"], carry["out"])}
+
+    slots = _order(sets, what.n)
+    if backend == "xla":  # many kernels a call, each compiled anew
+        options = {"unroll": 4, **options}
+    return _time(call, carry, slots, **options)
+
+
 def sets_of_states(what: StepSpec) -> int:
     """How many sets of n states are in rotation."""
-    return int(np.clip(-(-_ROTATION // _state_bytes(what)), 2, _MOST_SETS))
+    return _sets(_state_bytes(what))
+
+
+def _sets(size: int) -> int:
+    """How many of this many bytes are in rotation."""
+    return int(np.clip(-(-_ROTATION // size), 2, _MOST_SETS))
 
 
 def ratios(cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -233,6 +313,11 @@ def _state_bytes(what: StepSpec) -> int:
     return what.n * what.value_heads * what.key_dim * what.value_dim * jnp.dtype(what.state_dtype).itemsize
 
 
+def _cache_bytes(what: AttentionSpec, length: int) -> int:
+    """Live keys and values of the n sequences."""
+    return what.n * 2 * what.kv_heads * length * what.head_dim * jnp.dtype(what.cache_dtype).itemsize
+
+
 def _inputs(what: StepSpec) -> tuple[np.ndarray, ...]:
     """`(q, k, v, g, beta)` with room for pending rows, all of them live."""
     x = check.inputs(dataclasses.replace(what, slots=what.n), 0, full=True, poison=0.0)
@@ -254,9 +339,14 @@ def _rotated(what: StepSpec, snapshots: int = 0) -> tuple[dict[str, Any], list[j
     sets = sets_of_states(what)
     places = (snapshots,) if snapshots else ()
     pool = jnp.ones((sets * what.n, *places, what.value_heads, what.key_dim, what.value_dim), what.state_dtype)
-    order = np.random.default_rng(1).permutation(sets * what.n).astype(np.int32).reshape(sets, what.n)
     out = jnp.zeros((what.n, what.rows, what.value_heads, what.value_dim), what.state_dtype)
-    return {"pool": pool, "out": out}, [jnp.asarray(slots) for slots in order]
+    return {"pool": pool, "out": out}, _order(sets, what.n)
+
+
+def _order(sets: int, n: int) -> list[jax.Array]:
+    """The n slots of each set, in random order."""
+    order = np.random.default_rng(1).permutation(sets * n).astype(np.int32).reshape(sets, n)
+    return [jnp.asarray(slots) for slots in order]
 
 
 def _time(

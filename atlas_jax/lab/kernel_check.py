@@ -1,4 +1,4 @@
-"""Every kernel against the recurrence in float64, on the device of this process: what a bench must not run without."""
+"""Every kernel against the answer in float64, on the device of this process: what a bench must not run without."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ import numpy as np
 
 from atlas_jax.kernels import backends
 from atlas_jax.kernels.backends import Backend
+from atlas_jax.kernels.cache_attention import cache_attention
+from atlas_jax.kernels.cache_attention import check as attention_check
+from atlas_jax.kernels.cache_attention.check import SCORES, Scores
+from atlas_jax.kernels.cache_attention.specs import SPECS as ATTENTION_SPECS
+from atlas_jax.kernels.cache_attention.specs import AttentionSpec
+from atlas_jax.kernels.cache_attention.specs import spec as attention_spec
 from atlas_jax.kernels.check import GATES, Gate
 from atlas_jax.kernels.gdn_chunk import check as chunk_check
 from atlas_jax.kernels.gdn_chunk import gdn_chunk
@@ -24,6 +30,7 @@ from atlas_jax.kernels.gdn_step.specs import SPECS, StepSpec, spec
 
 STEP_BACKENDS: tuple[Backend, ...] = ("triton", "mosaic", "xla")
 CHUNK_BACKENDS: tuple[Backend, ...] = ("triton", "xla")
+ATTENTION_BACKENDS: tuple[Backend, ...] = ("triton", "xla")
 PADDING = 2  # padding sequences in every batch
 FREE = 3  # slots that no sequence runs in
 _MOST_SLOTS = 256  # a larger pool is made on the device, not on the host
@@ -39,19 +46,20 @@ class Skipped:
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """One kernel at one shape and kind of gate; `rel_err` is None where it did not run, `error` says why."""
+    """One kernel at one shape and kind of inputs (gates, or scores); `rel_err` is None where it did not run, `error`
+    says why."""
 
     kernel: str
     spec: str
     backend: str
-    gate: str
+    inputs: str
     rel_err: float | None
     bound: float
     error: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.kernel} {self.spec} {self.backend} {self.gate}"
+        return f"{self.kernel} {self.spec} {self.backend} {self.inputs}"
 
     @property
     def ok(self) -> bool:
@@ -59,10 +67,10 @@ class Checked:
 
 
 def check_kernels(*, interpret: bool = False, shrink: bool = False, quick: bool = False) -> Iterator[Checked | Skipped]:
-    """Every op with every backend at every named shape; mild gates at all of them, every kind of gate at one.
+    """Every op with every backend at every named shape; mild inputs at all of them, every kind of inputs at one.
 
     Steps have ragged rows, padding sequences, and poison where nothing is live. `interpret` runs Pallas kernels without
-    a GPU, `shrink` takes the shapes' small twins, `quick` three shapes an op and one kind of gate.
+    a GPU, `shrink` takes the shapes' small twins, `quick` three shapes an op and one kind of inputs.
     """
     target = backends.Target.current()
     hard = spec("qwen3.5-4b", 16, 4)
@@ -87,6 +95,14 @@ def check_kernels(*, interpret: bool = False, shrink: bool = False, quick: bool 
                 continue
             for kind in GATES if length == deep and not quick else GATES[:1]:
                 yield check_chunk(length, backend, kind, interpret, shrink, target.capability)
+    grouped = attention_spec("qwen3.5-4b", 16, 4)
+    for backend in ATTENTION_BACKENDS:
+        if why := backends.obstacle(backend, target, interpret=interpret):
+            yield Skipped(f"cache_attention {backend}", why)
+            continue
+        for cache in (ATTENTION_SPECS[0], grouped, ATTENTION_SPECS[-1]) if quick else ATTENTION_SPECS:
+            for scores in SCORES if cache == grouped and not quick else SCORES[:1]:
+                yield check_attention(cache, backend, scores, interpret, shrink, target.capability)
 
 
 def check_step(
@@ -125,6 +141,39 @@ def check_chunk(
     )
 
 
+def check_attention(
+    what: AttentionSpec,
+    backend: Backend,
+    scores: Scores,
+    interpret: bool,
+    shrink: bool,
+    capability: tuple[int, int] | None,
+) -> Checked:
+    """`cache_attention` at one shape, over a context that a host fills in a second, in a pool of as many bytes."""
+    size = what.shrunk() if shrink else what
+    context = min(size.context, max(1024, 16384 // size.n))
+    slots = size.slots * (size.context // context)
+    small = dataclasses.replace(size, context=context, slots=size.n + FREE)
+    attend = jax.jit(functools.partial(cache_attention, backend=backend, interpret=interpret, capability=capability))
+
+    def far(pool: jax.Array, where: jax.Array, *rest: jax.Array) -> jax.Array:
+        first = slots - pool.shape[0]
+        return attend(_at_the_end(pool, slots), where + first, *rest)
+
+    run = far if size.slots > _MOST_SLOTS else attend
+    inputs = functools.partial(attention_check.inputs, small, 0, scores=scores, padding=min(PADDING, small.n - 1))
+    return _settled(
+        Checked("cache_attention", what.name, backend, scores, None, attention_check.BOUNDS[what.row_dtype]),
+        lambda: attention_check.error(run, inputs()),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _at_the_end(pool: jax.Array, slots: int) -> jax.Array:
+    """The pool as the last of so many slots, the others empty: offsets beyond 32 bits, and nothing on the host."""
+    return jnp.zeros((slots, *pool.shape[1:]), pool.dtype).at[slots - pool.shape[0] :].set(pool)
+
+
 def _settled(found: Checked, error: Callable[[], float]) -> Checked:
     try:
         return dataclasses.replace(found, rel_err=error())
@@ -139,10 +188,6 @@ def far_slots(step: Callable[..., Any], slots: int) -> Callable[..., tuple[Any, 
     What the step returns of the pool is that end; all of it is NaN if any other slot has changed.
     """
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def place(large: jax.Array, pool: jax.Array) -> jax.Array:
-        return large.at[slots - pool.shape[0] :].set(pool)
-
     @jax.jit
     def changed(large: jax.Array, first: jax.Array) -> jax.Array:
         before = jnp.arange(slots)[:, None, None, None] < first
@@ -150,8 +195,7 @@ def far_slots(step: Callable[..., Any], slots: int) -> Callable[..., tuple[Any, 
 
     def run(pool: jax.Array, where: jax.Array, *rest: jax.Array) -> tuple[Any, Any]:
         first = slots - pool.shape[0]
-        large = place(jnp.zeros((slots, *pool.shape[1:]), pool.dtype), pool)
-        out, large = jax.jit(step, donate_argnums=0)(large, where + first, *rest)
+        out, large = jax.jit(step, donate_argnums=0)(_at_the_end(pool, slots), where + first, *rest)
         kept = np.asarray(large[first:])
         return out, np.full_like(kept, np.nan) if bool(changed(large, jnp.int32(first))) else kept
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atlas_jax.decode.engine import Request
+from atlas_jax.decode.requests import Request
 from atlas_jax.train import corpora, tokens
 from atlas_jax.train.corpora import CACHE, CorpusError
 from atlas_jax.train.tools_text import MAX_SCHEMA_CHARS, load_tools, transcript

@@ -17,9 +17,9 @@ import numpy as np
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.decode.buckets import BucketConfig
-from atlas_jax.decode.engine import Engine, EngineConfig, Request
-from atlas_jax.decode.step import Bucket
-from atlas_jax.decode.telemetry import Acceptance
+from atlas_jax.decode.engine import Engine, EngineConfig
+from atlas_jax.decode.plan import Bucket, Plan
+from atlas_jax.decode.requests import Request
 from atlas_jax.depth.policies import Off, Policy
 from atlas_jax.lab.forced import ForcedAcceptance, ForcedDrafter, ForcedError
 from atlas_jax.lab.hlo import count_launches
@@ -133,7 +133,7 @@ def measure_steps(
     if jax.default_backend() == "cpu":
         settings = {"-": {}}
     drafter = ForcedDrafter(forced, cfg.vocab_size)
-    depths = {policy.drafts(n) for policy in policies for n in range(1, max(widths) + 1)}
+    depths = {depth for policy in policies for n in range(1, max(widths) + 1) for depth in policy.depths(n)}
     engine = Engine(
         params,
         cfg,
@@ -152,7 +152,8 @@ def measure_steps(
     cells: list[StepCost] = []
     for setting, options in settings.items():
         seconds = engine.warmup(policies, compiler_options=options)
-        engine._programs = {key: _Timed(program) for key, program in engine._programs.items()}
+        programs = engine.programs.compiled
+        programs |= {key: _Timed(program) for key, program in programs.items() if isinstance(key, Bucket)}
         say(f"command buffers {setting}: programs compiled in {seconds:.1f} s")
         for width in widths:
             drafter.record(engine, requests[:width])
@@ -176,6 +177,9 @@ def _measure(
     plain: StepCost | None,
 ) -> StepCost:
     n, engine.policy = len(requests), policy
+    timed: dict[Bucket, _Timed] = {
+        key: program for key, program in engine.programs.compiled.items() if isinstance(key, Bucket)
+    }
     engine.reset_telemetry()
     drafter.reset_counts()
     steps: dict[Bucket, list[tuple[float, float, float]]] = {}  # (step, call, wait) seconds
@@ -186,21 +190,18 @@ def _measure(
             engine.submit(request)
         engine.step()  # admission and prefill, and one row a sequence
         while not engine.idle:
-            before = {key: len(timed.seconds) for key, timed in engine._programs.items()}
+            before = {key: len(program.seconds) for key, program in timed.items()}
             drafting, began = drafter.seconds, time.perf_counter()
             emissions = engine.step()
             spent = time.perf_counter() - began - (drafter.seconds - drafting)
-            (ran,) = (key for key, timed in engine._programs.items() if len(timed.seconds) > before[key])
-            assert isinstance(ran, Bucket)  # everything is prefilled: only steps run
+            (ran,) = (key for key, program in timed.items() if len(program.seconds) > before[key])
             if len(emissions) == n:
-                steps.setdefault(ran, []).append((spent, *engine._programs[ran].seconds[-1]))
+                steps.setdefault(ran, []).append((spent, *timed[ran].seconds[-1]))
     drafter.forced = asked
     bucket = max(steps, key=lambda key: len(steps[key]))
     whole, call, wait = (np.array(column) * 1e3 for column in zip(*steps[bucket], strict=True))
-    acceptance = Acceptance()
-    for counts in engine.acceptance.values():
-        acceptance.merge(counts)
-    found = count_launches(engine._programs[bucket].program.as_text())
+    acceptance = engine.telemetry.total()
+    found = count_launches(timed[bucket].program.as_text())
     step_ms = float(np.median(whole))
     low, high = np.percentile(whole, (25, 75))
     return StepCost(
@@ -213,7 +214,7 @@ def _measure(
         step_ms=step_ms,
         step_ms_low=float(low),
         step_ms_high=float(high),
-        device_ms=_back_to_back(engine, engine._programs[bucket]),
+        device_ms=_back_to_back(engine, timed[bucket], bucket),
         dispatch_ms=float(np.median(call)),
         wait_ms=float(np.median(wait)),
         host_ms=float(np.median(whole - call - wait)),
@@ -224,22 +225,30 @@ def _measure(
         p1=acceptance.conditional(1),
         p2_cond=acceptance.conditional(2),
         p3_cond=acceptance.conditional(3),
-        tok_step_asked=asked.tok_step(policy.drafts(n)),
+        tok_step_asked=asked.tok_step(max(policy.depths(n))),
         off_script=drafter.off_script / max(drafter.proposals, 1),
         compile_s=compile_s,
     )
 
 
-def _back_to_back(engine: Engine, timed: _Timed, runs: int = 10, chains: int = 3) -> float:
+def _back_to_back(engine: Engine, timed: _Timed, bucket: Bucket, runs: int = 10, chains: int = 3) -> float:
     """Milliseconds of a step when the device never waits for the host. All requests must be finished.
 
-    The same plan again and again: what it leaves in the slots is cleared by the next prefill.
+    The same plan again and again, each time with a ledger that agrees with it: what this leaves in the slots is cleared
+    by the next prefill.
     """
+    assert timed.packed is not None
+    plan = Plan.of(timed.packed, bucket.k)
+    ledger = np.array(engine._state.ledger)
+    live = plan.num_rows > 0
+    ledger[plan.slots[live]] = np.stack([plan.lengths, plan.pending, plan.head], axis=1)[live]
     per_run = []
     for _ in range(chains):
+        ledgers = [jax.device_put(ledger) for _ in range(runs)]
         began = time.perf_counter()
-        for _ in range(runs):
-            engine._state, _ = timed.program(engine._params, engine._state, timed.packed)
+        for agreeing in ledgers:
+            state = engine._state._replace(ledger=agreeing)
+            engine._state, _ = timed.program(engine._params, state, timed.packed)
         jax.block_until_ready(engine._state)
         per_run.append((time.perf_counter() - began) / runs)
     return 1e3 * statistics.median(per_run)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from atlas_jax.config import ModelConfig
+from atlas_jax.kernels.numerics import widen
 from atlas_jax.model.mixers import Params, View, keys_and_values
 from atlas_jax.model.ops import rms_norm
 from atlas_jax.model.state import KvCache
-from atlas_jax.model.trunk import layer
+from atlas_jax.model.trunk import layer, logits
 
 
 def head_input(
@@ -56,3 +60,48 @@ def head_entries(
     x = rms_norm(head_input(params, cfg, next_tokens, hidden), block["input_norm"], cfg.norm_eps)
     kv = x @ block["mixer"]["qkv_proj"][:, 2 * cfg.q_heads * cfg.head_dim :]
     return keys_and_values(block["mixer"], cfg, kv, positions)
+
+
+def draft_logits(params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... Vd"]:
+    """Scores over the draft vocabulary: all tokens, or those of the sorted map `params["mtp"]["draft_ids"]`.
+
+    Serving gathers the map's rows of the LM head once (`with_draft_head`); else they are gathered here.
+    """
+    mtp = params["mtp"]
+    if "draft_ids" not in mtp:
+        return logits(params, hidden)
+    rows = mtp["draft_head"] if "draft_head" in mtp else _draft_rows(params)
+    return widen(jnp.einsum("...d,vd->...v", hidden, rows))
+
+
+def draft_tokens(params: Params, picked: Int[Array, "..."]) -> Int[Array, "..."]:
+    """Token ids of places in the draft vocabulary."""
+    mtp = params["mtp"]
+    return mtp["draft_ids"][picked] if "draft_ids" in mtp else picked
+
+
+def with_draft_head(params: Params) -> Params:
+    """The parameters with the LM-head rows of the draft vocabulary gathered, if the head has one: once, for serving."""
+    mtp = params.get("mtp", {})
+    if "draft_ids" not in mtp or "draft_head" in mtp:
+        return params
+    return {**params, "mtp": {**mtp, "draft_head": _draft_rows(params)}}
+
+
+def _draft_rows(params: Params) -> Array:
+    weight: Any = params.get("lm_head", params["embed"])
+    return weight[params["mtp"]["draft_ids"]]
+
+
+def check_draft_ids(draft_ids: Any, cfg: ModelConfig) -> None:
+    """Raises `ValueError` for a map that is not sorted, repeats a token or leaves the vocabulary of this model."""
+    ids = np.asarray(draft_ids)
+    if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"the draft vocabulary must be a list of token ids, not {ids.dtype}{list(ids.shape)}")
+    if (np.diff(ids) <= 0).any():
+        raise ValueError("the token ids of the draft vocabulary must be sorted and differ")
+    if ids[0] < 0 or ids[-1] >= cfg.vocab_size:
+        raise ValueError(
+            f"the draft vocabulary holds token ids {ids[0]} to {ids[-1]} and the model has {cfg.vocab_size} tokens: "
+            "the map is of another model"
+        )

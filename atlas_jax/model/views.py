@@ -183,7 +183,8 @@ class Step:
     ) -> tuple[Float[Array, "R Hq Dh"], KvCache]:
         cache = self.write(cache, k, v)
         lengths = self.lengths + self.num_rows
-        out = cache_attention(cache.kv, self.slots, self.grid_positions, lengths, self.to_grid(q))
+        options = self.kernels.options("cache_attention")
+        out = cache_attention(cache.kv, self.slots, self.grid_positions, lengths, self.to_grid(q), **options)
         return self.to_flat(out), cache
 
     def write(self, cache: KvCache, k: Float[Array, "R Hkv Dh"], v: Float[Array, "R Hkv Dh"]) -> KvCache:

@@ -6,7 +6,7 @@ have to be saved.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import floor
 
@@ -110,3 +110,28 @@ def _pack(chosen: TokenSet, epoch: int, length: int, seed: int) -> tuple[tuple[t
             room -= taken
         rows.append(tuple(row))
     return tuple(rows)
+
+
+def pack(lengths: Sequence[int], length: int, seed: int = 0) -> list[list[tuple[int, int, int]]]:
+    """All texts in rows of at most `length` tokens: `(text, start, stop)` of the pieces of each row.
+
+    First fit in a shuffled order, so that the rows of any stretch are alike. A text longer than a row is cut into
+    windows.
+    """
+    order = np.random.default_rng(seed).permutation(len(lengths)).tolist()
+    pieces = [
+        (text, start, min(start + length, lengths[text])) for text in order for start in range(0, lengths[text], length)
+    ]
+    rows: list[list[tuple[int, int, int]]] = []
+    open_rows: deque[tuple[int, int]] = deque(maxlen=LOOK_AHEAD)  # (room, row), oldest first
+    for piece in pieces:
+        size = piece[2] - piece[1]
+        fit = next((i for i, (room, _) in enumerate(open_rows) if room >= size), None)
+        if fit is None:
+            rows.append([piece])
+            open_rows.append((length - size, len(rows) - 1))
+        else:
+            room, row = open_rows[fit]
+            rows[row].append(piece)
+            open_rows[fit] = (room - size, row)
+    return rows

@@ -16,7 +16,7 @@ import optax
 import orbax.checkpoint as ocp
 
 Tree = Any
-Batch = tuple[np.ndarray, ...]
+Batch = tuple[Any, ...]  # arrays
 Loss = Callable[..., tuple[jax.Array, jax.Array]]
 
 
@@ -68,13 +68,15 @@ def _matrices(params: Tree) -> Tree:
 class Run:
     """Where a run lives, how often it saves and speaks, and what else defines it.
 
-    `settings` (JSON values: seed, data, what is frozen) is kept beside the checkpoints with the schedule. A resume with
-    other settings is allowed, a longer run for example, and says what has changed.
+    A step takes `accumulate` batches and is what it would be with all of their rows in one: sums of losses and weights
+    are added up, then divided. `settings` (JSON values: seed, data, what is frozen) is kept beside the checkpoints with
+    the schedule. A resume with other settings is allowed, a longer run for example, and says what has changed.
     """
 
     directory: Path
     save_every: int = 100
     log_every: int = 20
+    accumulate: int = 1
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -95,25 +97,45 @@ def train(
     run: Run,
     evaluate: Callable[[Tree], dict[str, float]] | None = None,
     report: Callable[[dict[str, Any]], None] = print,
+    live: Callable[[Tree], dict[str, Any]] | None = None,
 ) -> Tree:
     """Minimise `loss(trained, frozen, *batch)`, a weighted sum and its weight, over `trained` for `schedule.steps`.
 
-    `batches(step)` is a pure function of the step, so a resumed run sees what it would have seen; the checkpoint holds
-    parameters, optimizer state and step. Only what `trained` holds gets gradients or optimizer state. Metrics go to
-    `metrics.jsonl` in the run's directory, one line every `log_every` steps, and to `report`. Ctrl-C saves and raises.
+    `batches(i)` is a pure function of i, so that the step is also the data cursor and the state of every random choice:
+    a checkpoint is parameters, optimizer state and step, and a run that was killed, at any moment, ends with the very
+    parameters of one that was not. Checkpoints are written in the background, to a folder that gets its name when it is
+    complete. Only what `trained` holds gets gradients or optimizer state.
+
+    Metrics go to `metrics.jsonl` in the run's directory, one line every `log_every` steps, and to `report`; `live` adds
+    to each of them, `evaluate` to those where a checkpoint is saved. Ctrl-C saves and raises. `FloatingPointError` for
+    a loss that is no number, `ValueError` where nothing is supervised for `log_every` steps; either names the steps,
+    and the last checkpoint is kept.
     """
+    if run.accumulate < 1:
+        raise ValueError(f"accumulate is {run.accumulate}; a step takes at least one batch")
     optimizer = schedule.optimizer()
 
-    def mean(trained: Tree, frozen: Tree, *batch: jax.Array) -> jax.Array:
-        total, weight = loss(trained, frozen, *batch)
-        return total / jnp.maximum(weight, 1e-9)  # a batch without supervised tokens contributes nothing, not NaN
+    def sums(trained: Tree, frozen: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        return loss(trained, frozen, *batch)
 
-    def update(trained: Tree, state: Tree, frozen: Tree, *batch: jax.Array) -> tuple[Tree, Tree, jax.Array]:
-        value, gradient = jax.value_and_grad(mean)(trained, frozen, *batch)
+    def gradients(trained: Tree, frozen: Tree, batch: Batch) -> tuple[jax.Array, jax.Array, Tree]:
+        (total, weight), gradient = jax.value_and_grad(sums, has_aux=True)(trained, frozen, batch)
+        return total, weight, gradient
+
+    def apply(trained: Tree, state: Tree, found: tuple[jax.Array, jax.Array, Tree]) -> tuple[Tree, Tree, jax.Array]:
+        total, weight, gradient = found
+        safe = jnp.maximum(weight, 1e-9)  # batches without supervised tokens contribute nothing, not NaN
+        gradient = jax.tree.map(lambda g: g / safe, gradient)
         updates, state = optimizer.update(gradient, state, trained)
-        return optax.apply_updates(trained, updates), state, value
+        return optax.apply_updates(trained, updates), state, jnp.stack([total / safe, weight])
+
+    def update(trained: Tree, state: Tree, frozen: Tree, batch: Batch) -> tuple[Tree, Tree, jax.Array]:
+        return apply(trained, state, gradients(trained, frozen, batch))
 
     step_fn = jax.jit(update, donate_argnums=(0, 1))
+    gradients_fn = jax.jit(gradients)
+    add_fn = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
+    apply_fn = jax.jit(apply, donate_argnums=(0, 1))
     trained = jax.tree.map(lambda x: jnp.array(x, copy=True), trained)  # donated: never the caller's arrays
     state = optimizer.init(trained)
     run.directory.mkdir(parents=True, exist_ok=True)
@@ -123,44 +145,74 @@ def train(
         if done:
             saved = manager.restore(done, args=ocp.args.StandardRestore({"params": trained, "optimizer": state}))
             trained, state = saved["params"], saved["optimizer"]
-        changed = _settings_changed(run.directory / "settings.json", {**run.settings, **dataclasses.asdict(schedule)})
+        settings = {**run.settings, "accumulate": run.accumulate, **dataclasses.asdict(schedule)}
+        changed = _settings_changed(run.directory / "settings.json", settings)
+        metrics = run.directory / "metrics.jsonl"
+        _drop_after(metrics, done)
         if done:
             report({"resumed_at": done} | ({"changed": changed} if changed else {}))
 
         def save(step: int) -> None:
             if step > (manager.latest_step() or 0):
-                tree = {"params": trained, "optimizer": state}
+                # A copy on the host: it is written while the next updates take over the buffers.
+                tree = jax.tree.map(lambda x: np.array(x, copy=True), {"params": trained, "optimizer": state})
                 manager.save(step, args=ocp.args.StandardSave(tree))
-                manager.wait_until_finished()  # the next update donates these buffers
 
-        losses: list[jax.Array] = []
+        recent: list[jax.Array] = []
         since = time.perf_counter()
         try:
             while done < schedule.steps:
-                batch = batches(done)
-                trained, state, value = step_fn(trained, state, frozen, *batch)
+                first = done * run.accumulate
+                batch = batches(first)
+                if run.accumulate == 1:
+                    trained, state, value = step_fn(trained, state, frozen, batch)
+                else:
+                    found = gradients_fn(trained, frozen, batch)
+                    for i in range(first + 1, first + run.accumulate):
+                        found = add_fn(found, gradients_fn(trained, frozen, batches(i)))
+                    trained, state, value = apply_fn(trained, state, found)
                 done += 1
-                losses.append(value)
+                recent.append(value)
                 saving = done % run.save_every == 0 or done == schedule.steps
                 if saving or done % run.log_every == 0:
-                    mean_loss = float(np.mean(jax.device_get(losses)))
-                    if not np.isfinite(mean_loss):  # before anything is saved over a good checkpoint
-                        raise FloatingPointError(f"the loss is {mean_loss} at step {done}; the last checkpoint is kept")
+                    losses, weights = np.stack(jax.device_get(recent)).T
+                    _check(losses, weights, done)  # before anything is saved over a good checkpoint
                     seconds = time.perf_counter() - since
                     row: dict[str, Any] = {
                         "step": done,
-                        "loss": round(mean_loss, 4),
-                        "tokens_per_s": round(len(losses) * batch[0].size / seconds),
+                        "loss": round(float(losses.mean()), 4),
+                        "tokens_per_s": round(len(recent) * run.accumulate * batch[0].size / seconds),
                     }
-                    losses, since = [], time.perf_counter()
+                    recent = []
+                    row |= live(trained) if live else {}
                     if saving:
                         save(done)
                         row |= evaluate(trained) if evaluate else {}
-                        since = time.perf_counter()
-                    with (run.directory / "metrics.jsonl").open("a") as file:
+                    since = time.perf_counter()
+                    with metrics.open("a") as file:
                         file.write(json.dumps(row) + "\n")
                     report(row)
         except KeyboardInterrupt:
             save(done)
             raise
     return trained
+
+
+def _check(losses: np.ndarray, weights: np.ndarray, done: int) -> None:
+    first = done - len(losses) + 1
+    if not np.isfinite(losses).all():
+        step = first + int(np.argmin(np.isfinite(losses)))
+        raise FloatingPointError(f"the loss is {losses[step - first]} at step {step}; the last checkpoint is kept")
+    if not weights.any():
+        raise ValueError(f"no token is supervised in the batches of steps {first} to {done}; nothing can be learnt")
+
+
+def _drop_after(metrics: Path, step: int) -> None:
+    """A run that was killed has told of steps that its checkpoint doesn't know; they will be told again."""
+    if not metrics.exists():
+        return
+    lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    kept = "".join(line for line in lines if json.loads(line)["step"] <= step)
+    part = metrics.with_suffix(".part")
+    part.write_text(kept)
+    part.replace(metrics)

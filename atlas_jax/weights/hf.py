@@ -1,243 +1,362 @@
-"""The key map between Hugging Face checkpoints of the family and our parameter tree, both ways.
+"""Tensors under Hugging Face names to our parameter tree and back, streamed: one checkpoint tensor in flight at a time.
 
-Hugging Face stores linear weights `[out, in]` and projections apart; we store `[in, out]` and fuse those that share an
-input. Qwen3-Next interleaves its GDN projections and attention gates per head group; they are sorted out here once, so
-that one code path serves both layouts. NumPy only; what a tensor's dtype is on disk it stays.
+Everything that can be known without the data (names, shapes, dtypes) is checked before any of it is read. What a
+zero-centred norm is follows from the layer's definition, never from the values or from which other keys are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
+import ml_dtypes
 import numpy as np
 
 from atlas_jax.config import ModelConfig
+from atlas_jax.weights.layout import DRAFT_IDS, Leaf, LeafPath, Naming, Part, head_leaves, leaves
+from atlas_jax.weights.shards import Shards, WeightError, shorten
 
 Tensors = Mapping[str, np.ndarray]
+Params = dict[str, Any]
+Place = Callable[[LeafPath, np.ndarray], Any]
+Progress = Callable[[int, int], None]
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+_FLOATS = {np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
+_FP8 = {np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)}
+TILE_BYTES = 2**23
+FP8_BLOCK = (128, 128)  # of the releases; a config may state another
+
+_IGNORED_PREFIXES = {
+    "model.visual.": "vision tower",
+    "visual.": "vision tower",
+    "vision_tower.": "vision tower",
+    "model.vision_tower.": "vision tower",
+}
 
 
-class WeightError(ValueError):
-    """Tensors that do not make the model of the config; the message names them."""
+@dataclasses.dataclass(frozen=True)
+class ImportReport:
+    """What became of every tensor.
 
-
-def params_from_hf(tensors: Tensors, cfg: ModelConfig, prefix: str = "model.") -> dict[str, Any]:
-    """Build the parameter tree from tensors under their checkpoint names.
-
-    `prefix` leads the trunk's names (`model.` or `model.language_model.`); `mtp.*` and `lm_head.weight` stand at the
-    top. Raises `WeightError` naming each tensor that is missing, mis-shaped or left over.
+    Attributes:
+      used: names of the tensors that are in the parameters.
+      ignored: names and reasons of those that are not.
+      missing: names that the config asks for and the checkpoint lacks, with `allow_missing`: a head that is missing
+        whole is left out of the model, any other tensor is zeros.
+      nbytes: of the used tensors, as stored.
     """
-    used: set[str] = set()
 
-    def take(name: str, *shape: int) -> np.ndarray:
-        if name not in tensors:
-            raise WeightError(f"the checkpoint lacks the tensor {name!r}")
-        if tensors[name].shape != shape:
-            raise WeightError(f"{name!r} has the shape {tensors[name].shape}, the config asks for {shape}")
-        used.add(name)
-        return tensors[name]
-
-    params: dict[str, Any] = {
-        "embed": take(f"{prefix}embed_tokens.weight", cfg.vocab_size, cfg.hidden_size),
-        "layers": {
-            i: _layer_from_hf(take, tensors, cfg, kind, f"{prefix}layers.{i}.") for i, kind in enumerate(cfg.layers)
-        },
-        "final_norm": take(f"{prefix}norm.weight", cfg.hidden_size),
-    }
-    if not cfg.tie_embeddings:
-        params["lm_head"] = take("lm_head.weight", cfg.vocab_size, cfg.hidden_size)
-    if cfg.mtp_layers:
-        params["mtp"] = {
-            "embed_norm": take("mtp.pre_fc_norm_embedding.weight", cfg.hidden_size),
-            "hidden_norm": take("mtp.pre_fc_norm_hidden.weight", cfg.hidden_size),
-            "fc": take("mtp.fc.weight", cfg.hidden_size, 2 * cfg.hidden_size).T,
-            "layer": _layer_from_hf(take, tensors, cfg, "attention", "mtp.layers.0."),
-            "norm": take("mtp.norm.weight", cfg.hidden_size),
-        }
-    if left := sorted(set(tensors) - used):
-        shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-        raise WeightError(f"the config has no place for the tensors {shown}")
-    return params
+    used: tuple[str, ...]
+    ignored: Mapping[str, str]
+    missing: tuple[str, ...]
+    nbytes: int
 
 
-Take = Callable[..., np.ndarray]
+@dataclasses.dataclass(frozen=True)
+class ImportPlan:
+    """What an import will do: everything is checked, nothing is read."""
+
+    cfg: ModelConfig
+    naming: Naming
+    leaves: tuple[Leaf, ...]
+    report: ImportReport
+    block: tuple[int, int]
 
 
-def _layer_from_hf(take: Take, tensors: Tensors, cfg: ModelConfig, kind: str, at: str) -> dict[str, Any]:
-    read = _gdn_from_hf if kind == "gdn" else _attention_from_hf
-    return {
-        "input_norm": take(f"{at}input_layernorm.weight", cfg.hidden_size),
-        "mixer": read(take, tensors, cfg, at),
-        "post_norm": take(f"{at}post_attention_layernorm.weight", cfg.hidden_size),
-        "ffn": _moe_from_hf(take, tensors, cfg, f"{at}mlp.") if cfg.moe else _dense_from_hf(take, cfg, f"{at}mlp."),
-    }
+def params_from_hf(tensors: Tensors, cfg: ModelConfig, prefix: str | None = None) -> Params:
+    """The parameter tree from tensors under their checkpoint names, each in the dtype that it has.
 
-
-def _gdn_from_hf(take: Take, tensors: Tensors, cfg: ModelConfig, at: str) -> dict[str, Any]:
-    at += "linear_attn."
-    width, heads = cfg.hidden_size, cfg.gdn_value_heads
-    if f"{at}in_proj_qkvz.weight" in tensors:
-        qkvz = take(f"{at}in_proj_qkvz.weight", 2 * cfg.key_size + 2 * cfg.value_size, width)
-        ba = take(f"{at}in_proj_ba.weight", 2 * heads, width)
-        rows = np.concatenate([qkvz[i] for i in _next_qkvz_rows(cfg)[:3]])
-        rows = np.concatenate([rows, *(ba[i] for i in _next_ba_rows(cfg)), qkvz[_next_qkvz_rows(cfg)[3]]])
-    else:
-        rows = np.concatenate(
-            [
-                take(f"{at}in_proj_qkv.weight", cfg.conv_channels, width),
-                take(f"{at}in_proj_b.weight", heads, width),
-                take(f"{at}in_proj_a.weight", heads, width),
-                take(f"{at}in_proj_z.weight", cfg.value_size, width),
-            ]
-        )
-    return {
-        "in_proj": rows.T,
-        "conv": take(f"{at}conv1d.weight", cfg.conv_channels, 1, cfg.conv_width)[:, 0].T,
-        "a_log": take(f"{at}A_log", heads),
-        "dt_bias": take(f"{at}dt_bias", heads),
-        "norm": take(f"{at}norm.weight", cfg.gdn_value_dim),
-        "out_proj": take(f"{at}out_proj.weight", width, cfg.value_size).T,
-    }
-
-
-def _next_qkvz_rows(cfg: ModelConfig) -> list[np.ndarray]:
-    """Rows of q, k, v and z in Qwen3-Next's `in_proj_qkvz`, which groups them by key head."""
-    ratio_dim = cfg.value_size // cfg.gdn_key_heads
-    sizes = [cfg.gdn_key_dim, cfg.gdn_key_dim, ratio_dim, ratio_dim]
-    grouped = np.arange(cfg.gdn_key_heads * sum(sizes)).reshape(cfg.gdn_key_heads, -1)
-    return [part.reshape(-1) for part in np.split(grouped, np.cumsum(sizes)[:-1], axis=1)]
-
-
-def _next_ba_rows(cfg: ModelConfig) -> list[np.ndarray]:
-    grouped = np.arange(2 * cfg.gdn_value_heads).reshape(cfg.gdn_key_heads, 2, -1)
-    return [grouped[:, 0].reshape(-1), grouped[:, 1].reshape(-1)]
-
-
-def _attention_from_hf(take: Take, tensors: Tensors, cfg: ModelConfig, at: str) -> dict[str, Any]:
-    at += "self_attn."
-    width, kv_size = cfg.hidden_size, cfg.kv_heads * cfg.head_dim
-    # q_proj holds, head by head, the query and then its output gate.
-    q = take(f"{at}q_proj.weight", 2 * cfg.q_heads * cfg.head_dim, width)
-    q = q.reshape(cfg.q_heads, 2, cfg.head_dim, width).swapaxes(0, 1).reshape(-1, width)
-    k, v = (take(f"{at}{name}_proj.weight", kv_size, width) for name in "kv")
-    return {
-        "qkv_proj": np.concatenate([q, k, v]).T,
-        "q_norm": take(f"{at}q_norm.weight", cfg.head_dim),
-        "k_norm": take(f"{at}k_norm.weight", cfg.head_dim),
-        "o_proj": take(f"{at}o_proj.weight", width, cfg.q_heads * cfg.head_dim).T,
-    }
-
-
-def _swiglu_from_hf(take: Take, at: str, size: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    gate, up = (take(f"{at}{name}_proj.weight", size, width) for name in ("gate", "up"))
-    return np.concatenate([gate, up]).T, take(f"{at}down_proj.weight", width, size).T
-
-
-def _dense_from_hf(take: Take, cfg: ModelConfig, at: str) -> dict[str, Any]:
-    gate_up, down = _swiglu_from_hf(take, at, cfg.ffn_size, cfg.hidden_size)
-    return {"gate_up": gate_up, "down": down}
-
-
-def _moe_from_hf(take: Take, tensors: Tensors, cfg: ModelConfig, at: str) -> dict[str, Any]:
-    moe, width = cfg.moe, cfg.hidden_size
-    assert moe is not None
-    if f"{at}experts.gate_up_proj" in tensors:  # one tensor for all experts
-        gate_up = take(f"{at}experts.gate_up_proj", moe.num_experts, 2 * moe.expert_size, width).swapaxes(1, 2)
-        down = take(f"{at}experts.down_proj", moe.num_experts, width, moe.expert_size).swapaxes(1, 2)
-    else:
-        pairs = [
-            _swiglu_from_hf(take, f"{at}experts.{e}.", moe.expert_size, width) for e in range(moe.num_experts)
-        ]
-        gate_up, down = (np.stack(part) for part in zip(*pairs, strict=True))
-    shared_gate_up, shared_down = _swiglu_from_hf(take, f"{at}shared_expert.", moe.shared_size, width)
-    return {
-        "router": take(f"{at}gate.weight", moe.num_experts, width).T,
-        "gate_up": gate_up,
-        "down": down,
-        "shared_gate_up": shared_gate_up,
-        "shared_down": shared_down,
-        "shared_gate": take(f"{at}shared_expert_gate.weight", 1, width)[0],
-    }
+    `prefix` leads the trunk's names; None finds out. Raises `WeightError` naming each tensor that is missing,
+    mis-shaped or left over.
+    """
+    naming = Naming.find(tensors, cfg)
+    if prefix is not None:
+        naming = dataclasses.replace(naming, trunk=prefix)
+    return read_params(tensors, plan_import(tensors, cfg, naming=naming))
 
 
 def params_to_hf(params: Mapping[str, Any], cfg: ModelConfig, prefix: str = "model.") -> dict[str, np.ndarray]:
-    """The tensors of `params` under their Qwen3.5 checkpoint names (fused experts); inverse of `params_from_hf`."""
-    if cfg.family != "qwen3_5":
-        raise WeightError("only the Qwen3.5 layout is written; Qwen3-Next's interleaved one is read only")
-    out: dict[str, np.ndarray] = {
-        f"{prefix}embed_tokens.weight": params["embed"],
-        f"{prefix}norm.weight": params["final_norm"],
-    }
-    if not cfg.tie_embeddings:
-        out["lm_head.weight"] = params["lm_head"]
-    for i, kind in enumerate(cfg.layers):
-        out |= _layer_to_hf(params["layers"][i], cfg, kind, f"{prefix}layers.{i}.")
-    if cfg.mtp_layers:
-        mtp = params["mtp"]
-        out |= {
-            "mtp.pre_fc_norm_embedding.weight": mtp["embed_norm"],
-            "mtp.pre_fc_norm_hidden.weight": mtp["hidden_norm"],
-            "mtp.fc.weight": mtp["fc"].T,
-            "mtp.norm.weight": mtp["norm"],
-            **_layer_to_hf(mtp["layer"], cfg, "attention", "mtp.layers.0."),
-        }
-    return {name: np.ascontiguousarray(tensor) for name, tensor in out.items()}
+    """The tensors of `params` under the names of a release of the config's family; inverse of `params_from_hf`."""
+    naming = naming_of(params, cfg, Naming.of_release(cfg, prefix))
+    return dict(CheckpointTensors(params, leaves(cfg, naming)))
 
 
-def _layer_to_hf(layer: Mapping[str, Any], cfg: ModelConfig, kind: str, at: str) -> dict[str, np.ndarray]:
-    mixer, ffn = layer["mixer"], layer["ffn"]
-    out = {
-        f"{at}input_layernorm.weight": layer["input_norm"],
-        f"{at}post_attention_layernorm.weight": layer["post_norm"],
-    }
-    if kind == "gdn":
-        sizes = [cfg.conv_channels, cfg.gdn_value_heads, cfg.gdn_value_heads]
-        qkv, b, a, z = np.split(np.asarray(mixer["in_proj"]).T, np.cumsum(sizes))
-        out |= {
-            f"{at}linear_attn.{name}": tensor
-            for name, tensor in {
-                "in_proj_qkv.weight": qkv,
-                "in_proj_b.weight": b,
-                "in_proj_a.weight": a,
-                "in_proj_z.weight": z,
-                "conv1d.weight": np.asarray(mixer["conv"]).T[:, None],
-                "A_log": mixer["a_log"],
-                "dt_bias": mixer["dt_bias"],
-                "norm.weight": mixer["norm"],
-                "out_proj.weight": np.asarray(mixer["out_proj"]).T,
-            }.items()
-        }
+def naming_of(params: Mapping[str, Any], cfg: ModelConfig, naming: Naming) -> Naming:
+    """`naming`, with the draft vocabulary that the parameters' head has."""
+    ids = params["mtp"].get("draft_ids") if cfg.mtp_layers else None
+    return dataclasses.replace(naming, draft_vocab=None if ids is None else len(ids))
+
+
+def plan_import(
+    tensors: Tensors,
+    cfg: ModelConfig,
+    *,
+    naming: Naming | None = None,
+    allow_missing: bool = False,
+    head_only: bool = False,
+    block: tuple[int, int] = FP8_BLOCK,
+) -> ImportPlan:
+    """Match a checkpoint with a config. Raises one `WeightError` that names every kind of misfit, and the way out.
+
+    `head_only`: the MTP head alone is wanted, and whatever else there is is ignored. `block`: rows and columns that
+    share one scale where weights are FP8.
+    """
+    naming = naming or Naming.find(tensors, cfg)
+    ids = f"{naming.top}{DRAFT_IDS}"
+    if ids in tensors:
+        naming = dataclasses.replace(naming, draft_vocab=tensors[ids].size)
+    wanted = tuple(head_leaves(cfg, naming) if head_only else leaves(cfg, naming))
+    head = {part.name for leaf in wanted if leaf.path[0] == "mtp" for part in leaf.parts}
+    missing = [part.name for leaf in wanted for part in leaf.parts if part.name not in tensors]
+    if head and head <= set(missing) and not head_only:
+        if not allow_missing:
+            raise WeightError(
+                f"the config promises an MTP head and the checkpoint has none of its {len(head)} tensors "
+                f"(such as {missing[-1]}); --allow-missing (allow_missing=True) imports the model without a head"
+            )
+        cfg = dataclasses.replace(cfg, mtp_layers=0)
+        wanted = tuple(leaf for leaf in wanted if leaf.path[0] != "mtp")
+    problems = [] if allow_missing else _missing(missing)
+    used: list[str] = []
+    for leaf in wanted:
+        for part in leaf.parts:
+            if part.name in tensors:
+                used += _check_part(part, tensors, problems, block, whole=leaf.path[-1] == "draft_ids")
+    ignored: dict[str, str] = {}
+    unexpected = []
+    for name in sorted(set(tensors) - set(used)):
+        reason = "not of the head" if head_only else _reason_to_ignore(name, tensors, cfg, naming)
+        if reason:
+            ignored[name] = reason
+        else:
+            unexpected.append(name)
+    if unexpected:
+        problems.append(f"the config has no place for the tensors {shorten(unexpected)}{_hint(unexpected, cfg)}")
+    if problems:
+        raise WeightError("; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""))
+    report = ImportReport(tuple(used), ignored, tuple(missing), sum(tensors[name].nbytes for name in used))
+    return ImportPlan(cfg, naming, wanted, report, block)
+
+
+def _missing(missing: list[str]) -> list[str]:
+    if not missing:
+        return []
+    if any(name.endswith("embed_tokens.weight") for name in missing) and len(missing) > 10:
+        hint = "; if it holds a head only, put it into a copy of its base with scripts/stitch.py"
     else:
-        q_size, kv_size = cfg.q_heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-        q_gate, k, v = np.split(np.asarray(mixer["qkv_proj"]).T, np.cumsum([2 * q_size, kv_size]))
-        q_gate = q_gate.reshape(2, cfg.q_heads, cfg.head_dim, -1).swapaxes(0, 1).reshape(2 * q_size, -1)
-        out |= {
-            f"{at}self_attn.{name}.weight": tensor
-            for name, tensor in {
-                "q_proj": q_gate,
-                "k_proj": k,
-                "v_proj": v,
-                "q_norm": mixer["q_norm"],
-                "k_norm": mixer["k_norm"],
-                "o_proj": np.asarray(mixer["o_proj"]).T,
-            }.items()
-        }
-    at += "mlp."
-    if cfg.moe is None:
-        return out | _swiglu_to_hf(ffn["gate_up"], ffn["down"], at)
-    return out | {
-        f"{at}gate.weight": np.asarray(ffn["router"]).T,
-        f"{at}experts.gate_up_proj": np.asarray(ffn["gate_up"]).swapaxes(1, 2),
-        f"{at}experts.down_proj": np.asarray(ffn["down"]).swapaxes(1, 2),
-        f"{at}shared_expert_gate.weight": np.asarray(ffn["shared_gate"])[None],
-        **_swiglu_to_hf(ffn["shared_gate_up"], ffn["shared_down"], f"{at}shared_expert."),
-    }
+        hint = "; --allow-missing (allow_missing=True) takes zeros"
+    more = f", {shorten(missing[1:], 3)}" if len(missing) > 1 else ""
+    return [f"the checkpoint lacks the tensor {missing[0]!r}{more}{hint}"]
 
 
-def _swiglu_to_hf(gate_up: Any, down: Any, at: str) -> dict[str, np.ndarray]:
-    gate, up = np.split(np.asarray(gate_up).T, 2)
-    return {
-        f"{at}gate_proj.weight": gate,
-        f"{at}up_proj.weight": up,
-        f"{at}down_proj.weight": np.asarray(down).T,
-    }
+def _check_part(part: Part, tensors: Tensors, problems: list[str], block: tuple[int, int], whole: bool) -> list[str]:
+    """The names that the part uses: its own and, where it is FP8, that of its scales."""
+    tensor = tensors[part.name]
+    if tensor.shape != part.shape:
+        reexport = part.name.endswith("conv1d.weight") and tensor.shape == (part.shape[0], part.shape[2], 1)
+        hint = " (an MLX re-export, whose norms are changed too: import the original)" if reexport else ""
+        problems.append(f"{part.name!r} has the shape {tensor.shape}, the config asks for {part.shape}{hint}")
+    elif whole:
+        if tensor.dtype not in (np.int32, np.int64):
+            problems.append(f"{part.name!r} has the dtype {tensor.dtype}, token ids are int32")
+    elif tensor.dtype in _FP8:
+        scales = f"{part.name}_scale_inv"
+        if scales not in tensors:
+            problems.append(f"{part.name!r} is FP8 and has no {scales}: without its scales it means nothing")
+            return [part.name]
+        lead, (rows, columns) = part.shape[:-2], part.shape[-2:]
+        expected = (*lead, -(-rows // block[0]), -(-columns // block[1]))
+        if tensors[scales].shape != expected or tensors[scales].dtype not in _FLOATS:
+            at = f"{tensors[scales].dtype} {tensors[scales].shape}"
+            problems.append(f"{scales!r} is {at}; blocks of {block[0]} x {block[1]} make it a float {expected}")
+        return [part.name, scales]
+    elif tensor.dtype not in _FLOATS:
+        problems.append(f"{part.name!r} has the dtype {tensor.dtype}; weights are bfloat16, float16, float32 or FP8")
+    return [part.name]
+
+
+def _reason_to_ignore(name: str, tensors: Tensors, cfg: ModelConfig, naming: Naming) -> str | None:
+    for prefix, reason in _IGNORED_PREFIXES.items():
+        if name.startswith(prefix):
+            return reason
+    if name.endswith("rotary_emb.inv_freq"):
+        return "computed from the config"
+    embedding = f"{naming.trunk}embed_tokens.weight"
+    if name == f"{naming.top}lm_head.weight" and cfg.tie_embeddings and embedding in tensors:
+        same = tensors[name].shape == tensors[embedding].shape and tensors[name].dtype == tensors[embedding].dtype
+        if same and np.array_equal(tensors[name].view(np.uint8), tensors[embedding].view(np.uint8)):
+            return "tied: the same as the embedding"
+        raise WeightError(f"the config ties the embeddings and {name!r} differs from {embedding!r}: one is wrong")
+    return None
+
+
+def _hint(unexpected: list[str], cfg: ModelConfig) -> str:
+    if not cfg.mtp_layers and any("mtp." in name for name in unexpected):
+        return " (its mtp_num_hidden_layers is 0; set it to 1 to use the head)"
+    if any(name.endswith(("_scale", "qweight", "scales", "weight_packed", "_scale_2")) for name in unexpected):
+        return " (a quantisation that is not read; take the bfloat16 or the block-scaled FP8 release)"
+    if any(name.startswith("mtp.embed_tokens") for name in unexpected):
+        return " (a head with an embedding of its own is not supported)"
+    return ""
+
+
+def read_params(
+    tensors: Tensors,
+    plan: ImportPlan,
+    dtype: Any = None,
+    *,
+    place: Place | None = None,
+    progress: Progress | None = None,
+) -> Params:
+    """Read what was planned, as NumPy arrays in `dtype` (None: as stored), decay parameters at least float32.
+
+    `place(path, array)` may put each leaf onto devices as soon as it is complete. `progress(done, total)` hears of
+    bytes. Host memory above the result: one checkpoint tensor (its mapped pages), and with `place` one leaf.
+    """
+    params: Params = {}
+    done = 0
+    for leaf in plan.leaves:
+        array = _read_leaf(leaf, tensors, plan, dtype)
+        if leaf.path[-1] == "draft_ids":
+            _check_draft_ids(array, leaf.parts[0].name, plan.cfg.vocab_size)
+        _put(params, leaf.path, array if place is None else place(leaf.path, array))
+        done += sum(tensors[part.name].nbytes for part in leaf.parts if part.name in tensors)
+        if progress is not None:
+            progress(done, plan.report.nbytes)
+    return params
+
+
+def _read_leaf(leaf: Leaf, tensors: Tensors, plan: ImportPlan, dtype: Any) -> np.ndarray:
+    there = [part for part in leaf.parts if part.name in tensors]
+    wanted = _leaf_dtype(leaf, [tensors[part.name].dtype for part in there], dtype)
+    target = (np.empty if len(there) == len(leaf.parts) else np.zeros)(leaf.shape, wanted)
+    for part in there:
+        tensor = tensors[part.name]
+        if tensor.dtype in _FP8:
+            tensor = _dequantise(tensor, tensors[f"{part.name}_scale_inv"], plan.block)
+        for mine, theirs in part.pairs(target, tensor):
+            copy(mine, theirs)
+        if isinstance(tensors, Shards):
+            tensors.release(part.name)
+    return target
+
+
+def _leaf_dtype(leaf: Leaf, stored: list[np.dtype], dtype: Any) -> np.dtype:
+    if leaf.path[-1] == "draft_ids":
+        return np.dtype(np.int32)
+    if dtype is None:
+        widest = [BF16 if given in _FP8 else given for given in stored] or [np.dtype(np.float32)]
+        return functools.reduce(np.promote_types, widest)
+    decay = leaf.path[-1] in ("a_log", "dt_bias")
+    return np.promote_types(dtype, np.float32) if decay else np.dtype(dtype)
+
+
+def _check_draft_ids(ids: np.ndarray, name: str, vocab: int) -> None:
+    if not len(ids) or ids[0] < 0 or ids[-1] >= vocab or (np.diff(ids) <= 0).any():
+        raise WeightError(f"{name!r} must be ascending token ids of the {vocab} there are, at least one")
+
+
+def _dequantise(tensor: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """FP8 times the scale of its block, in float32."""
+    rows, columns = tensor.shape[-2:]
+    wide = scales.astype(np.float32).repeat(block[0], axis=-2)[..., :rows, :]
+    return tensor.astype(np.float32) * wide.repeat(block[1], axis=-1)[..., :columns]
+
+
+class CheckpointTensors(Mapping[str, np.ndarray]):
+    """The checkpoint tensors of some leaves of `params`, each made when it is asked for.
+
+    `dtype(name)` says in what (None: the leaf's own). Raises `WeightError` for parameters that lack a leaf or have it
+    in another shape.
+    """
+
+    def __init__(
+        self, params: Mapping[Any, Any], wanted: Iterable[Leaf], dtype: Callable[[str], Any] = lambda name: None
+    ):
+        self._dtype = dtype
+        self._parts: dict[str, tuple[Part, np.ndarray | jax.Array]] = {}
+        for leaf in wanted:
+            array = _get(params, leaf.path)
+            if tuple(array.shape) != leaf.shape:
+                where = "/".join(map(str, leaf.path))
+                raise WeightError(f"the parameter {where} has the shape {array.shape}, the config says {leaf.shape}")
+            self._parts |= {part.name: (part, array) for part in leaf.parts}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        part, array = self._parts[name]
+        tensor = np.empty(part.shape, self._dtype(name) or array.dtype)
+        for mine, theirs in part.pairs(np.asarray(array), tensor):
+            copy(theirs, mine)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+def _get(params: Mapping[Any, Any], path: LeafPath) -> Any:
+    try:
+        return functools.reduce(lambda tree, key: tree[key], path, params)
+    except KeyError:
+        raise WeightError(f"the parameters have no {'/'.join(map(str, path))}, the config asks for it") from None
+
+
+def _put(params: Params, path: LeafPath, value: Any) -> None:
+    for key in path[:-1]:
+        params = params.setdefault(key, {})  # type: ignore[arg-type]
+    params[path[-1]] = value  # type: ignore[index]
+
+
+def copy(target: np.ndarray, source: np.ndarray) -> None:
+    """Copy between two views of one shape, however strided, tile by tile on a few threads: no second copy is made."""
+    order = sorted(range(target.ndim), key=lambda axis: -target.strides[axis])
+    dtype, target, source = target.dtype, _bits(target.transpose(order)), source.transpose(order)
+    axis = max(range(source.ndim), key=lambda axis: source.strides[axis], default=0)
+    if source.nbytes <= TILE_BYTES:
+        _copy_tile(target, source, dtype)
+        return
+    step = max(1, TILE_BYTES * source.shape[axis] // source.nbytes)
+    tiles = [(slice(None),) * axis + (slice(i, i + step),) for i in range(0, source.shape[axis], step)]
+    for _ in _threads().map(lambda tile: _copy_tile(target[tile], source[tile], dtype), tiles):
+        pass
+
+
+def _copy_tile(target: np.ndarray, source: np.ndarray, dtype: np.dtype) -> None:
+    if source.size > 2**12 and source.itemsize <= 4 and not source.flags.c_contiguous:
+        # XLA transposes in small blocks as it takes an array over: six times NumPy's speed.
+        source = np.asarray(jax.device_put(_bits(source), _cpu())).view(source.dtype)
+    target[...] = _bits(_cast(source, dtype))
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """The same memory as whole numbers: NumPy copies dtypes that it doesn't know element by element."""
+    return array.view(f"u{array.itemsize}")
+
+
+@functools.cache
+def _cpu() -> Any:
+    return jax.local_devices(backend="cpu")[0]
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(4, os.cpu_count() or 1), "weights")
+
+
+def _cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if array.dtype == dtype:
+        return array
+    if array.dtype == BF16 and dtype == np.float32:  # three times as fast as the general cast, and exact
+        wide = array.view(np.uint16).astype(np.uint32)
+        return np.left_shift(wide, 16, out=wide).view(np.float32)
+    return array.astype(dtype)
+
+

@@ -14,7 +14,7 @@ from atlas_jax.model.modules import Model
 TINY = ModelConfig(
     vocab_size=61,
     hidden_size=24,
-    layers=("gdn", "gdn", "attention"),
+    layers=("gdn", "attention"),
     q_heads=4,
     kv_heads=2,
     head_dim=8,

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from atlas_jax.decode.buckets import BucketConfig
-from atlas_jax.decode.engine import Engine, EngineConfig, Request, RequestError
+from atlas_jax.decode.engine import Engine, EngineConfig
+from atlas_jax.decode.plan import Bucket
+from atlas_jax.decode.requests import Request, RequestError
+from atlas_jax.decode.sampling import Sampling
 from atlas_jax.depth.policies import Fixed, Off, PolicyError
 from atlas_jax.model.state import GdnCache
 
@@ -87,11 +90,11 @@ def test_tokens_equal_plain_with_the_heads_own_drafts(engine, answers, depth):
 @pytest.mark.parametrize("temperature", [1e-6, 0.7, 3.0])
 def test_sampled_tokens_equal_plain(engine, temperature):
     """At any temperature a request draws the same tokens with speculation on and off; tiny temperatures are greedy."""
-    requests = [Request(p, 24, temperature, seed=7 * i) for i, p in enumerate(prompts())]
+    requests = [Request(p, 24, Sampling(temperature, seed=7 * i)) for i, p in enumerate(prompts())]
     done = plain(engine, requests)
     engine.policy = Fixed(3)
     assert [(c.tokens, c.finished) for c in engine.generate(requests)] == done
-    greedy = plain(engine, [dataclasses.replace(r, temperature=0.0) for r in requests])
+    greedy = plain(engine, [dataclasses.replace(r, sampling=Sampling()) for r in requests])
     assert (done == greedy) == (temperature < 1e-5)
     alone = plain(engine, requests[3:4])
     assert alone == done[3:4]  # neither neighbours nor slot nor bucket enter the noise
@@ -101,11 +104,12 @@ def check_states(engine, reference):
     """Every active slot holds what prefilling its committed tokens into a fresh engine gives."""
     state = engine.materialize()
     for a in engine._active:
-        tokens = (*a.request.prompt, *a.emitted)
-        assert a.length == len(tokens) - 1 and a.last == tokens[-1]
+        assert a.length == len(a.text) - 1
         reference.cancel_all()
         reference._state = reference._new_state()
-        reference._prefill(0, tokens)
+        reference.submit(Request(tuple(a.text)))
+        reference._admit()
+        reference._prefill()
         for mine, theirs in zip(state.layers, reference._state.layers, strict=True):
             if isinstance(mine, GdnCache):
                 taps = engine.cfg.conv_width - 1
@@ -192,7 +196,7 @@ def test_ragged_rows_equal_full_ones(engine, tiny, answers):
     lengths = itertools.cycle([0, 2, 1, 2, 1, 0, 0])
     ragged._propose = lambda tokens, count: inner(tokens, count)[: next(lengths)]
     assert [(c.tokens, c.finished) for c in ragged.generate(requests)] == done
-    assert len({b.rows for b in ragged._programs if not isinstance(b, int)}) > 2
+    assert len({b.rows for b in ragged.programs.compiled if isinstance(b, Bucket)}) > 2
 
 
 def test_a_thousand_rejections_leave_the_state_exact(tiny):
@@ -272,7 +276,7 @@ def test_after_warmup_no_traffic_compiles(tiny):
         for policy in policies:
             engine.policy = policy
             heats = zip(prompts(5, seed=4), (0, 1, 0, 2, 0), strict=True)
-            engine.generate([Request(p, 9, temperature=t) for p, t in heats])
+            engine.generate([Request(p, 9, Sampling(t)) for p, t in heats])
         assert engine.compiles_after_warmup == 0
 
 
@@ -282,8 +286,8 @@ BAD = [
     (Request((1, 61)), "61 is outside the vocabulary"),
     (Request((-1,)), "-1 is outside"),
     (Request((1,), max_new_tokens=-1), "max_new_tokens"),
-    (Request((1,), temperature=-0.5), "temperature"),
-    (Request((1,), temperature=float("nan")), "temperature"),
+    (Request((1,), sampling=Sampling(-0.5)), "temperature"),
+    (Request((1,), sampling=Sampling(float("nan"))), "temperature"),
 ]
 
 
@@ -306,30 +310,3 @@ def test_unknown_policies_and_buckets_are_refused(engine):
         engine.config.buckets.check(64)
 
 
-def test_an_interruption_leaves_a_usable_engine(engine, answers, monkeypatch):
-    """Ctrl-C between steps and inside one, after the state was donated: the next request is served as ever (B08)."""
-    requests, done = answers
-    engine.policy, engine._propose = Off(), None
-    for at in (0, 1, 5):
-        for emission_count, _ in enumerate(engine.stream(requests)):
-            if emission_count == at:
-                break
-        assert engine.idle
-        assert plain(engine, requests[:2]) == done[:2]
-
-    inner = engine._program
-
-    def interrupted(key):
-        program = inner(key)
-
-        def call(params, state, packed):
-            program(params, state, packed)  # the donation happens, its result is lost
-            raise KeyboardInterrupt
-
-        return call
-
-    monkeypatch.setattr(engine, "_program", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(requests)
-    monkeypatch.undo()
-    assert plain(engine, requests[:2]) == done[:2]

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from atlas_jax.decode.accept import emitted_count
-from atlas_jax.decode.step import Bucket, Plan, step
+from atlas_jax.decode.accept import emitted_count, matched
+from atlas_jax.decode.plan import Bucket, Plan
+from atlas_jax.decode.state import init_state
+from atlas_jax.decode.step import step
 from atlas_jax.decode.telemetry import Acceptance
-from atlas_jax.model.state import init_state
 
 
 @pytest.mark.parametrize("bucket", [Bucket(1, 1, 1, False), Bucket(1, 3, 3, True)], ids=["plain", "two drafts"])
@@ -21,8 +22,8 @@ def test_a_step_touches_only_its_own_slots(tiny, bucket):
     sizes = []
     for slots in (4, 64):
         state = init_state(cfg, slots=slots, length=512, max_drafts=2, dtype=jnp.float32, head=True)
-        packed = jax.ShapeDtypeStruct((bucket.n, 9 + bucket.k), jnp.int32)
-        fn = functools.partial(step, cfg=cfg, bucket=bucket, ends=())
+        packed = jax.ShapeDtypeStruct((bucket.n, Plan.width(bucket.k)), jnp.int32)
+        fn = functools.partial(step, cfg=cfg, bucket=bucket)
         memory = jax.jit(fn, donate_argnums=1).lower(params, state, packed).compile().memory_analysis()
         state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         assert memory.alias_size_in_bytes >= state_bytes
@@ -32,14 +33,17 @@ def test_a_step_touches_only_its_own_slots(tiny, bucket):
 
 
 def test_a_plan_survives_packing():
-    """Temperatures and keys travel as the bits of integers."""
+    """What the host writes into the views is what the program reads, floats and keys as bits of integers."""
     rng = np.random.default_rng(0)
-    ints = [rng.integers(0, 99, 3).astype(np.int32) for _ in range(6)]
-    tokens = rng.integers(0, 99, (3, 4)).astype(np.int32)
-    plan = Plan(*ints, tokens, np.float32([0, 0.7, 1e-6]), np.uint32([[1, 2], [2**32 - 1, 0], [7, 2**31]]))
-    for packed, original in zip(jax.jit(Plan.unpack)(plan.pack()), plan, strict=True):
-        np.testing.assert_array_equal(packed, original)
-        assert packed.dtype == original.dtype
+    plan = Plan.empty(3, 4, slots=9)
+    for field in jax.tree.leaves(plan._replace(packed=np.zeros(0))):
+        field[:] = rng.random(field.shape) if field.dtype == np.float32 else rng.integers(0, 2**31, field.shape)
+    plan.controls.keys[0] = 2**32 - 1
+    read = jax.jit(lambda packed: Plan.of(packed, 4))(plan.packed)
+    for there, here in zip(jax.tree.leaves(read), jax.tree.leaves(plan), strict=True):
+        np.testing.assert_array_equal(there, here)
+        assert there.dtype == here.dtype
+    assert plan.packed.shape == (3, Plan.width(4))
 
 
 def brute_force(picks, drafts, rows, room, end):
@@ -58,7 +62,8 @@ def test_acceptance_equals_sequential_emission():
     n, k = 4000, 4
     picks, drafts = rng.integers(0, 2, (n, k)), rng.integers(0, 2, (n, k - 1))
     rows, room, end = rng.integers(0, k + 1, n), rng.integers(1, k + 2, n), rng.random((n, k)) < 0.2
-    counts = emitted_count(*(jnp.asarray(x) for x in (picks, drafts, rows, room, end)))
+    accepted = matched(*(jnp.asarray(x) for x in (picks, drafts, rows)))
+    counts = emitted_count(accepted, *(jnp.asarray(x) for x in (end, rows, room)))
     expected = [brute_force(*case) for case in zip(picks, drafts, rows, room, end, strict=True)]
     np.testing.assert_array_equal(counts, expected)
 

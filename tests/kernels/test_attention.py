@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from atlas_jax.kernels.cache_attention import cache_attention, write_cache
+from atlas_jax.kernels.cache_attention import write_cache, xla
 
 SLOTS, CAPACITY, KV, DIM, GROUP = 5, 37, 2, 8, 3
-attend = jax.jit(cache_attention, static_argnames="block")
+attend = jax.jit(xla.cache_attention, static_argnames="block")
 write = jax.jit(write_cache)
 
 

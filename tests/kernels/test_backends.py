@@ -28,13 +28,13 @@ def gpu(capability, jax_version=NEW, **other):
     ],
 )
 def test_auto_is_triton_where_it_runs_and_xla_elsewhere(target, backend):
-    assert choose("auto", target) == Kernels(backend, backend, capability=target.capability)
+    assert choose("auto", target) == Kernels(backend, backend, backend, capability=target.capability)
 
 
 def test_a_name_asks_for_it_wherever_an_op_has_it():
-    assert choose("mosaic", gpu((9, 0))) == Kernels("mosaic", "triton", capability=(9, 0))
+    assert choose("mosaic", gpu((9, 0))) == Kernels("mosaic", "triton", "triton", capability=(9, 0))
     assert choose("xla", gpu((9, 0))) == Kernels(capability=(9, 0))
-    assert choose("triton", CPU, interpret=True) == Kernels("triton", "triton", interpret=True)
+    assert choose("triton", CPU, interpret=True) == Kernels("triton", "triton", "triton", interpret=True)
     mixed = Kernels(gdn_step="mosaic", gdn_chunk="xla")
     assert choose(mixed, gpu((10, 0))) == dataclasses.replace(mixed, capability=(10, 0))
 
@@ -48,8 +48,9 @@ def test_a_name_asks_for_it_wherever_an_op_has_it():
         ("triton", CPU, r"NVIDIA GPUs only .*interpret=True.* Would work: xla"),
         ("triton", gpu((9, 0), has_triton=False), r"no jax.experimental.pallas.triton"),
         (Kernels(gdn_chunk="mosaic"), gpu((9, 0)), r"gdn_chunk has no 'mosaic' kernel; it has triton, xla"),
+        (Kernels(cache_attention="mosaic"), gpu((9, 0)), r"cache_attention has no 'mosaic' kernel; it has triton, xla"),
         (Kernels(gdn_step="triton"), CPU, r"gdn_step: triton can't run on cpu"),
-        ("cuda", CPU, r"'cuda' is none of 'auto', 'xla', 'triton', 'mosaic'"),
+        ("cuda", CPU, r"'cuda' is none of 'auto', 'xla', .*'triton', 'mosaic'"),
     ],
 )
 def test_the_impossible_is_refused_with_the_reason(wanted, target, why):
@@ -68,7 +69,8 @@ def test_a_choice_is_static_and_prints_as_one_line():
         return 1 if kernels.gdn_step == "xla" else 2
 
     assert (traced(Kernels()), traced(Kernels("triton"))) == (1, 2)
-    assert Kernels("triton", interpret=True).describe() == "kernels: gdn_step triton, gdn_chunk xla (interpreted)"
+    said = Kernels("triton", cache_attention="triton", interpret=True).describe()
+    assert said == "kernels: gdn_step triton, gdn_chunk xla, cache_attention triton (interpreted)"
     assert gpu((12, 1)).describe() == "gpu sm_121 (NVIDIA something), jax 0.11.2"
 
 
@@ -76,4 +78,4 @@ def test_this_process_can_run_what_is_chosen_for_it():
     here = Target.current()
     assert here.jax_version == jax.__version_info__
     chosen = choose()
-    assert obstacle(chosen.gdn_step, here) is None and obstacle(chosen.gdn_chunk, here) is None
+    assert not any(obstacle(b, here) for b in (chosen.gdn_step, chosen.gdn_chunk, chosen.cache_attention))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from atlas_jax.decode.engine import Request
+from atlas_jax.decode.requests import Request
+from atlas_jax.decode.sampling import Sampling
 from atlas_jax.decode.telemetry import Acceptance
 from atlas_jax.depth.policies import Fixed, Off
 from atlas_jax.lab import bench
@@ -105,7 +106,7 @@ def test_a_control_that_does_not_repeat_itself_carries_no_claim():
 
 def test_requests_that_cannot_be_measured_are_refused():
     with pytest.raises(bench.BenchError, match="temperature"):
-        bench._check("prose", [Request((1,), temperature=0.5)], 1, 1)
+        bench._check("prose", [Request((1,), sampling=Sampling(0.5))], 1, 1)
     with pytest.raises(bench.BenchError, match="3 requests cannot keep 4 slots full"):
         bench._check("prose", [Request((1,))] * 3, 4, 1)
     with pytest.raises(bench.BenchError, match="at least one"):

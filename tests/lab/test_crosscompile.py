@@ -8,8 +8,10 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
+from atlas_jax.kernels.cache_attention.specs import SPECS as ATTENTION_SPECS
 from atlas_jax.kernels.gdn_step.specs import SPECS
 from atlas_jax.lab import gate
 from atlas_jax.lab.crosscompile import CHIPS, CrossCompileError, Job, Kernel, Report, Wheels, compile_jobs, reports
@@ -19,12 +21,16 @@ from atlas_jax.lab.crosscompile.programs import DecodeStep
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = next(spec for spec in SPECS if (spec.rows, spec.folded, spec.value_heads) == (2, 1, 32))
 GOOD = Case("gdn_step", SPEC.name, "triton")
+ATTENTION_SPEC = next(spec for spec in ATTENTION_SPECS if (spec.model, spec.rows) == ("qwen3.5-4b", 4))
+ATTENTION = Case("cache_attention", ATTENTION_SPEC.name, "triton")
 SIZE = DecodeStep("qwen3.5-0.8b", "sm_90", n=1, k=1, slots=2)
 
 # Programs and kernels that no gate may let pass, importable by a worker.
 TWINS = '''
 import dataclasses, functools, os
 import jax, jax.numpy as jnp
+from atlas_jax.kernels.cache_attention import pallas_triton as attention_triton
+from atlas_jax.kernels.cache_attention.program import Parts as AttentionParts
 from atlas_jax.kernels.gdn_step import pallas_triton
 from atlas_jax.kernels.gdn_step.program import PARTS
 from atlas_jax.kernels.gdn_step.tiles import Tile
@@ -48,6 +54,14 @@ lane_dropped = functools.partial(twin, fold_row=_first_lane_dropped)
 head_map = functools.partial(twin, key_head=lambda head, ratio: head % 2)
 off_by_one = functools.partial(twin, committed=lambda f, p, r: (f - jnp.maximum(p - 1, 0), f + jnp.minimum(r, 1)))
 spilling = functools.partial(twin, tile=Tile(columns=128, warps=1))
+
+def attention_twin(*args, backend, interpret=False, capability=None, **parts):
+    return attention_triton.cache_attention(*args, interpret=interpret, parts=AttentionParts(**parts))
+
+causal_order = functools.partial(attention_twin, seen=lambda at, position: at >= 0)
+dead_values = functools.partial(attention_twin, live=lambda at, length: at >= 0)
+head_dropped = functools.partial(attention_twin, kv_head=lambda program, blocks: 0)
+not_rescaled = functools.partial(attention_twin, rescale=lambda old, new: jnp.where(old > -jnp.inf, 1.0, 0.0))
 
 def undonated(**fields):
     return decode_step(**fields)._replace(donate=())
@@ -87,6 +101,7 @@ def compiled(twins, wheels):
     small = dataclasses.asdict(dataclasses.replace(SIZE, layers=1))
     jobs = {
         "good": GOOD.job(chip),
+        "attention": ATTENTION.job(chip),
         "spilling": spilling.job(chip),
         "dead": Job("dead", f"{twins}:die"),
         "no kernel": Job("no kernel", f"{twins}:no_kernel"),
@@ -103,6 +118,14 @@ def test_a_kernel_that_is_right_compiles_in_place_and_passes(compiled):
     assert 16 < row.registers <= 255 and row.shared_bytes > 0 and row.loads >= 7 and row.stores >= 2
     assert report.launches == 1 and report.temp_bytes == 0
     assert report.aliased_bytes == SPEC.slots * 32 * 128 * 128 * 4  # the pool
+
+
+def test_attention_over_the_cache_is_one_sweep_and_one_join(compiled):
+    row = gate.kernel_row(ATTENTION, "sm_90", 1e-3, compiled["attention"])
+    assert row.failures == () and row.compiled and row.spill_bytes == 0
+    names = [kernel.name for kernel in compiled["attention"].kernels]
+    assert sorted(name for name in names if "cache" in name) == ["cache_attention", "cache_attention_join"]
+    assert compiled["attention"].loops == 0 and compiled["attention"].temp_bytes < 8 << 20  # no copy of a cache
 
 
 def test_a_kernel_that_spills_fails(compiled):
@@ -126,13 +149,18 @@ def test_a_step_whose_state_is_not_donated_fails(compiled):
     size = dataclasses.replace(SIZE, layers=1)
     report = compiled["undonated"]
     assert report.compiled and report.launches > 5 and report.aliased_bytes < size.state_bytes()
-    (failure,) = gate.program_row(dataclasses.replace(SIZE, layers=8), [report] * 3).failures
-    assert "not aliased" in failure
+    failures = gate.program_row(dataclasses.replace(SIZE, layers=8), [report] * 3).failures
+    # The one layer that was compiled has no attention.
+    assert ["not aliased" in why for why in failures if "cache_attention" not in why] == [True]
 
 
-@pytest.mark.parametrize("error", ["", "decay_order", "head_map", "off_by_one", "lane_dropped"])
+ATTENTION_ERRORS = ["causal_order", "dead_values", "head_dropped", "not_rescaled"]
+
+
+@pytest.mark.parametrize("error", ["", "decay_order", "head_map", "off_by_one", "lane_dropped", *ATTENTION_ERRORS])
 def test_a_kernel_with_an_error_fails_the_numeric_check(twins, error):
-    case = dataclasses.replace(GOOD, function=f"{twins}:{error}" if error else "")
+    good = ATTENTION if error in ATTENTION_ERRORS else GOOD
+    case = dataclasses.replace(good, function=f"{twins}:{error}" if error else "")
     row = gate.kernel_row(case, "sm_90", case.rel_err(), None)
     assert bool(row.failures) == bool(error)
     assert row.compiled is None and row.registers is None  # not checked here, so not passed
@@ -141,7 +169,8 @@ def test_a_kernel_with_an_error_fails_the_numeric_check(twins, error):
 def test_what_cannot_exist_is_not_checked_and_says_why():
     cases = [GOOD, dataclasses.replace(GOOD, backend="mosaic")]
     entries = {entry.what: entry.why for entry in gate.impossible(cases, ["sm_80", "sm_90"])}
-    assert "sm_90" in entries.pop("gdn_step mosaic on sm_80")
+    missing = "sm_90" if jax.__version_info__ >= (0, 11, 2) else "jax >= 0.11.2"
+    assert missing in entries.pop("gdn_step mosaic on sm_80")
     assert set(entries) <= {"gdn_step mosaic, interpreted", "gdn_step mosaic on sm_90"}  # an older jax has no Mosaic
 
 
@@ -184,7 +213,7 @@ def test_reports_of_compilers_are_read():
     assert reports.launches(THUNKS) == (3, 1)
 
 
-KERNELS = (Kernel("gdn_step", 72, 0, 512, 9, 2),)
+KERNELS = (Kernel("gdn_step", 72, 0, 512, 9, 2), Kernel("cache_attention", 130, 0, 74752, 8, 10))
 FINE = Report("", True, True, None, KERNELS, 240, 0, aliased_bytes=SIZE.state_bytes(), temp_bytes=1 << 20)
 SHORT = dataclasses.replace(FINE, launches=40)
 
@@ -194,7 +223,9 @@ SHORT = dataclasses.replace(FINE, launches=40)
     [
         ({}, ""),
         ({"aliased_bytes": SIZE.state_bytes() - 1}, "not aliased"),
-        ({"kernels": ()}, "no kernel named gdn_step"),
+        ({"kernels": KERNELS[1:]}, "no kernel named gdn_step"),
+        ({"kernels": KERNELS[:1]}, "no kernel named cache_attention"),
+        ({"loops": 3}, "3 loops wait for the host"),
         ({"temp_bytes": SIZE.layer_bytes()}, "reach a layer's weights"),
         ({"compiled": False, "error": "no"}, "no"),
     ],

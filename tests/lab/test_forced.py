@@ -10,8 +10,9 @@ import tiny_models
 from flax import nnx
 
 from atlas_jax.decode.buckets import BucketConfig
-from atlas_jax.decode.engine import Engine, EngineConfig, Request
-from atlas_jax.decode.telemetry import Acceptance
+from atlas_jax.decode.engine import Engine, EngineConfig
+from atlas_jax.decode.requests import Request
+from atlas_jax.decode.sampling import Sampling
 from atlas_jax.depth.policies import Fixed
 from atlas_jax.lab.forced import ForcedAcceptance, ForcedDrafter, ForcedError
 from atlas_jax.model.modules import Model
@@ -27,7 +28,7 @@ def served():
     noisy = lambda x: np.asarray(x, np.float64) + rng.standard_normal(x.shape) * (0.3 if x.ndim > 1 else 0.1)
     params = jax.tree.map(noisy, Model(TINY, rngs=nnx.Rngs(0)).params())
     requests = [
-        Request(tuple(rng.integers(0, 60, 1 + i % 5).tolist()), 160, ignore_eos=True, seed=i, temperature=(i % 3) / 2)
+        Request(tuple(rng.integers(0, 60, 1 + i % 5).tolist()), 160, Sampling((i % 3) / 2, seed=i), ignore_eos=True)
         for i in range(12)
     ]
     drafter = ForcedDrafter(ASKED, TINY.vocab_size)
@@ -42,10 +43,7 @@ def served():
 
 
 def measured(engine):
-    total = Acceptance()
-    for counts in engine.acceptance.values():
-        total.merge(counts)
-    return total
+    return engine.telemetry.total()
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -58,7 +56,7 @@ def test_measured_acceptance_is_the_one_asked_for_and_nothing_is_lost(served, de
     assert [done.tokens for done in engine.generate(requests)] == answers
     found = measured(engine)
     for j, asked in enumerate(ASKED.conditional[:depth], start=1):
-        count = found.reached[j - 1]
+        count = found.count(j, j - 1)
         assert count > 200
         assert found.conditional(j) == pytest.approx(asked, abs=4 * (asked * (1 - asked) / count) ** 0.5)
     assert found.conditional(depth + 1) is None

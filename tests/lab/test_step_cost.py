@@ -1,12 +1,12 @@
 """Step costs of a small random model on this CPU: counts that must be exact, times that must add up; HLO and tables."""
 
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 import pytest
 from tiny_models import TINY
 
+from atlas_jax.decode.sampling import Sampling
 from atlas_jax.depth.policies import Fixed, Off
 from atlas_jax.lab.forced import ForcedAcceptance, ForcedError
 from atlas_jax.lab.hlo import Launches, count_launches
@@ -124,7 +124,7 @@ def test_random_requests_repeat_by_seed():
     first, again, other = (random_requests(TINY, 3, 6, 9, seed) for seed in (0, 0, 1))
     assert first == again != other and len({r.prompt for r in first}) == 3
     assert all(len(r.prompt) == 6 and r.ignore_eos and r.max_new_tokens == 9 for r in first)
-    assert dataclasses.replace(first[0], prompt=(1,)).temperature == 0
+    assert first[0].sampling == Sampling()
 
 
 def test_text_tables_align():

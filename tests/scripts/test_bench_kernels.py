@@ -14,6 +14,8 @@ from tiny_models import TINY
 
 from atlas_jax import presets
 from atlas_jax.kernels import backends
+from atlas_jax.kernels.cache_attention.specs import spec as attention_spec
+from atlas_jax.kernels.cache_attention.tiles import Tile as AttentionTile
 from atlas_jax.kernels.gdn_step import check, gdn_step
 from atlas_jax.kernels.gdn_step.specs import spec
 from atlas_jax.kernels.gdn_step.tiles import Tile
@@ -51,6 +53,15 @@ def test_on_a_cpu_the_byte_model_is_printed_and_nothing_else_is_claimed(capsys):
     assert all(cell["us"] is None and cell["share_of_copy"] is None for cell in result["cells"])
 
 
+def test_bytes_of_attention_are_those_of_the_live_cache():
+    """Written out: 16 sequences of a 4B model, 256 MiB of keys and values at 4,096 entries, and 512 more for copies."""
+    what = attention_spec("qwen3.5-4b", 16, 4)
+    rows = 16 * 4 * 16 * 256 * 2
+    assert what.bytes(4096) == (256 << 20) + 2 * rows
+    assert kb.copying_bytes(what, 4096) == (768 << 20) + 2 * rows
+    assert what.bytes(512) == (32 << 20) + 2 * rows  # and not of the capacity
+
+
 def test_bytes_of_the_designs_are_those_of_their_states():
     """Written out for one shape: 16 sequences of a 4B model, 2 MiB of states each, 4 rows, 3 of them pending."""
     what = spec("qwen3.5-4b", 16, 4)
@@ -73,7 +84,12 @@ def gpu(monkeypatch):
         us = 1.1e6 * what.bytes(pending) / COPY * (32 / tile.columns) * (3 if backend == "xla" else 1)
         return Timing(us, 0.9 * us, 1.2 * us, 100)
 
+    def attention(what, length, backend, tile, **_):
+        us = 1.1e6 * what.bytes(length) / COPY * (3 if backend == "xla" else 1)
+        return Timing(us, 0.9 * us, 1.2 * us, 100)
+
     monkeypatch.setattr(backends.Target, "current", classmethod(lambda cls: H200))
+    monkeypatch.setattr(kb, "time_attention", attention)
     monkeypatch.setattr(bench, "copy_rate", lambda **_: COPY)
     monkeypatch.setattr(kb, "time_step", step)
     monkeypatch.setattr(kb, "time_chunk", lambda *_, **__: Timing(900.0, 890.0, 910.0, 9))
@@ -83,7 +99,7 @@ def gpu(monkeypatch):
 
 
 def test_on_a_gpu_every_cell_is_held_to_the_measured_copy_rate(gpu, capsys):
-    parts = ("steps", "rows", "designs", "fla", "sweep")
+    parts = ("steps", "attention", "rows", "designs", "fla", "sweep")
     result, captured = ran(gpu, capsys, "--parts", *parts)
     assert (result["device"], result["copy_gb_s"], result["nominal_gb_s"]) == ("NVIDIA H200", 4000.0, 4800.0)
     for cell in result["cells"]:
@@ -95,6 +111,11 @@ def test_on_a_gpu_every_cell_is_held_to_the_measured_copy_rate(gpu, capsys):
     slow = pytest.approx(3 * 1.1e6 * spec("qwen3.5-4b", 32, 4).bytes(3) / COPY)
     assert beside == {"xla": slow, "snapshot": 500, "recompute": 300}
     assert [entry["tile"] for entry in result["sweep"][:4]] == ["8x1", "16x1", "16x2", "32x4"]
+    assert len(result["sweep"]) == 2 * len(kb.SWEEP) + 2 * len(kb.ATTENTION_SWEEP)
+    attention = [cell for cell in result["cells"] if cell["kernel"] == "cache_attention"]
+    assert len(attention) == len(list(kb.attention_specs()))
+    copied = {cell["spec"]: cell["against"]["xla"] / cell["us"] for cell in attention if cell["against"]}
+    assert copied == pytest.approx(dict.fromkeys(copied, 3.0)) and "qwen3.5-4b n32 k4 l4096 at 512" in copied
     assert len(result["ratios"]) == 5 and all(1 < r["t4_p0"] < r["t4_p3"] < 1.15 for r in result["ratios"])
     assert "met, worst 0.909" in captured.out and "1.15" in captured.out
     # What failed and what could not be had are both said, and neither stopped the rest.
@@ -112,7 +133,8 @@ def test_out_of_time_nothing_new_is_begun_and_all_of_it_is_listed(gpu, capsys):
     result, _ = ran(gpu, capsys, "--budget", "-1")
     assert not result["cells"] and not result["failed"] and set(result["targets"].values()) == {"not measured"}
     late = [entry["what"] for entry in result["not_measured"] if "--budget" in entry["why"]]
-    assert len(late) == len(list(kb.step_specs())) + 8 + 2 + 8  # steps, rows, chunks, tiles
+    rows, chunks, tiles = 8, 2, 2 * len(kb.SWEEP) + 2 * len(kb.ATTENTION_SWEEP)
+    assert len(late) == len(list(kb.step_specs())) + len(list(kb.attention_specs())) + rows + chunks + tiles
     result, _ = ran(gpu, capsys, "--check", "--budget", "-1")
     assert not result["checks"] and "out of time after 0 checks" in result["not_checked"][-1]["why"]
 
@@ -127,7 +149,10 @@ def test_targets_can_be_missed(gpu):
 
 
 @pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")
-@pytest.mark.parametrize("time_it", ["xla", "triton", "snapshot", "recompute", "chunk", "chunk triton"])
+@pytest.mark.parametrize(
+    "time_it",
+    ["xla", "triton", "snapshot", "recompute", "chunk", "chunk triton", "attention xla", "attention triton"],
+)
 def test_what_is_timed_runs(time_it, monkeypatch):
     """The very programs that a GPU would time, interpreted and small."""
     monkeypatch.setattr(kb, "_MOST_SETS", 2)
@@ -135,7 +160,10 @@ def test_what_is_timed_runs(time_it, monkeypatch):
     options = {"repetitions": 1, "seconds": 0.0, "turns": 1, "unroll": 2}
     chunk = {"repetitions": 1, "seconds": 0.0}
     prompt = dataclasses.replace(kb.chunk_specs()[1].shrunk(), length=40)
+    cache, cut = attention_spec("qwen3.5-4b", 2, 2).shrunk(), AttentionTile(entries=16, rows=16)
     timing = {
+        "attention xla": lambda: kb.time_attention(cache, 40, "xla", cut, **options),
+        "attention triton": lambda: kb.time_attention(cache, 40, "triton", cut, interpret=True, **options),
         "chunk": lambda: kb.time_chunk(prompt, "xla", **chunk),
         "chunk triton": lambda: kb.time_chunk(prompt, "triton", interpret=True, **chunk),
         "xla": lambda: kb.time_step(what, 1, "xla", Tile(), **options),
@@ -144,6 +172,15 @@ def test_what_is_timed_runs(time_it, monkeypatch):
         "recompute": lambda: kb.time_recompute(what, Tile(16, 1), interpret=True, **options),
     }[time_it]()
     assert timing.us > 0 and timing.calls == (1 if "chunk" in time_it else 2)
+
+
+def test_attention_is_checked_too():
+    """Every kind of scores in bfloat16, as on a device but small, and the far end of a large pool."""
+    what = attention_spec("qwen3.5-4b", 6, 3)
+    for scores in kernel_check.SCORES:
+        assert kernel_check.check_attention(what, "xla", scores, False, True, None).ok
+    large = dataclasses.replace(what.shrunk(), slots=300)
+    assert kernel_check.check_attention(large, "xla", "mild", False, False, None).ok
 
 
 def test_a_wrong_kernel_is_found_and_a_broken_one_does_not_stop_the_check(monkeypatch):

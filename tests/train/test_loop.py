@@ -74,9 +74,36 @@ def test_it_learns_and_leaves_its_inputs_alone(straight):
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
-    bad = lambda step: (np.full((8, 4), np.nan, np.float32),)
-    with pytest.raises(FloatingPointError, match="at step 4"):
+    """It names the step, and what is on disk is the last good checkpoint."""
+    bad = lambda step: batches(step) if step < 22 else (np.full((8, 4), np.nan, np.float32),)
+    with pytest.raises(FloatingPointError, match="at step 23"):
         run(tmp_path, batches=bad)
+    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["10", "20"]
+
+
+def test_nothing_supervised_stops_the_run(tmp_path):
+    nothing = lambda trained, frozen, x: (0 * loss(trained, frozen, x)[0], jnp.float32(0))
+    with pytest.raises(ValueError, match="steps 1 to 4"):
+        train(nothing, START, FROZEN, batches, Schedule(30), Run(tmp_path, save_every=10, log_every=4))
+
+
+def test_accumulated_batches_are_one_large_batch(tmp_path):
+    """Ragged weights, one micro-batch without any: the mean is over all weights, not the mean of means."""
+
+    def ragged(trained, frozen, x, weights):
+        out = x @ trained["layer"]["in_proj"] + trained["layer"]["norm"]
+        return (((out - frozen["target"]) ** 2).sum(-1) * weights).sum(), weights.sum()
+
+    def micro(i):
+        rng = np.random.default_rng(i)
+        weights = rng.integers(0, 3, 4) * (i % 4 != 2)
+        return rng.standard_normal((4, 4)).astype(np.float32), weights.astype(np.float32)
+
+    large = lambda step: tuple(map(np.concatenate, zip(*map(micro, range(4 * step, 4 * step + 4)), strict=True)))
+    schedule, silent = Schedule(6, warmup=3, muon=False), lambda row: None
+    split = train(ragged, START, FROZEN, micro, schedule, Run(tmp_path / "a", accumulate=4), report=silent)
+    whole = train(ragged, START, FROZEN, large, schedule, Run(tmp_path / "b"), report=silent)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), split, whole)
 
 
 @pytest.mark.parametrize("muon", [True, False])

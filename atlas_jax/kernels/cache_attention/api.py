@@ -1,12 +1,13 @@
-"""The public cache attention: blocks of the cache are swept up to the longest live sequence, and no further."""
+"""The public cache attention, and the write that goes before it."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from atlas_jax.kernels.numerics import EXACT, widen
+from atlas_jax.kernels.backends import Backend, BackendError
+from atlas_jax.kernels.cache_attention import xla
+from atlas_jax.kernels.cache_attention.tiles import tile_for
 
 
 def write_cache(
@@ -31,56 +32,36 @@ def cache_attention(
     lengths: Int[Array, " N"],
     q: Float[Array, "N K Hq Dh"],
     *,
-    block: int | None = None,
+    backend: Backend = "xla",
+    interpret: bool = False,
+    capability: tuple[int, int] | None = None,
 ) -> Float[Array, "N K Hq Dh"]:
     """Causal attention of each row over the first `lengths[n]` entries of its own slot, this step's rows included.
 
-    Grouped queries (`Hq / Hkv` per key-value head), scale `Dh^-0.5`, running softmax over blocks in at least float32.
-    Row j attends to cache positions `<= positions[n, j]`. The number of blocks swept follows the longest sequence of
-    the batch and is data, not a shape. Entries at or beyond `lengths` may hold anything, NaN included.
-    A padding sequence (slot `S`, length 0) yields zeros.
+    Grouped queries (`Hq / Hkv` per key-value head), scale `Dh^-0.5`, running softmax over blocks in at least float32
+    (Milakov and Gimelshein, arXiv 1805.02867). Row j attends to cache positions `<= positions[n, j]`. Cost follows the
+    committed length, not the capacity. Entries at or beyond `lengths` may hold anything, NaN included.
+
+    Args:
+      pool: keys, normed and rotated, and values, of any floating dtype.
+      slots: row of the pool that belongs to each sequence; `S` with length 0 marks a padding sequence, which yields
+        zeros. Never negative.
+      positions: of the rows.
+      lengths: live entries of the slot, at most L.
+      q: queries, normed and rotated. A row that nobody will read may hold anything.
+      backend: who computes it (`backends.choose` says what can). `interpret` runs a Pallas kernel without a GPU, for
+        tests; `capability` is the chip's, `(9, 0)` for sm_90, and chooses the kernel's tiles.
+
+    Returns outputs in the dtype of q. Raises `BackendError` for an unknown backend and for shapes that a kernel doesn't
+    have.
     """
-    n, rows, q_heads, dim = q.shape
-    _, _, kv_heads, capacity, _ = pool.shape
-    # A sweep costs some kernels whatever its size, so blocks are long; many sequences take shorter ones, since a block
-    # of each of them is held at once.
-    block = min(block or min(512, max(128, 8192 // n)), capacity)
-    group = q_heads // kv_heads
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    # [N, Hkv, K * group, Dh]: all rows of a sequence share one product per key-value head.
-    query = (q * dim**-0.5).reshape(n, rows, kv_heads, group, dim)
-    query = jnp.moveaxis(query, 2, 1).reshape(n, kv_heads, rows * group, dim)
-    row_position = jnp.repeat(positions, group, axis=1)[:, None, :, None]
+    arguments = (pool, slots, positions, lengths, q)
+    if backend == "triton":
+        # Imported when asked for: not every jax has it.
+        from atlas_jax.kernels.cache_attention import pallas_triton
 
-    def read(slot: Array, start: Array) -> Array:
-        # The slot of a padding sequence is clamped to the last one; what it reads there is masked by its length of 0.
-        zero = jnp.zeros_like(slot)
-        at = (slot, zero, zero, start.astype(slot.dtype), zero)
-        return jax.lax.dynamic_slice(pool, at, (1, 2, kv_heads, block, dim))[0]
-
-    def sweep(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, total, acc = carry
-        # The last block is shifted back to fit; the entries that it repeats are masked.
-        start = jnp.minimum(index * block, capacity - block)
-        where = start + jnp.arange(block)
-        live = ((where >= index * block)[None, :] & (where[None, :] < lengths[:, None]))[:, None, None, :]
-        k, v = jnp.moveaxis(jax.vmap(lambda slot: read(slot, start))(slots), 1, 0)
-        v = jnp.where(live[:, :, 0, :, None], v, 0)
-        scores = widen(jnp.einsum("nhqd,nhbd->nhqb", query, k, precision=EXACT))
-        seen = live & (where[None, None, None, :] <= row_position)
-        scores = jnp.where(seen, scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
-        # A row that has seen nothing yet keeps -inf; subtracting 0 instead of -inf keeps exp(-inf - x) finite.
-        anchor = jnp.where(jnp.isneginf(new_top), 0, new_top)
-        weight = jnp.exp(scores - anchor)
-        scale = jnp.exp(top - anchor)
-        new_acc = acc * scale + jnp.einsum("nhqb,nhbd->nhqd", weight, v.astype(wide), precision=EXACT)
-        return new_top, total * scale + weight.sum(axis=-1, keepdims=True), new_acc
-
-    shape = (n, kv_heads, rows * group)
-    start = (jnp.full((*shape, 1), -jnp.inf, wide), jnp.zeros((*shape, 1), wide), jnp.zeros((*shape, dim), wide))
-    blocks = (lengths.max() + block - 1) // block
-    _, total, acc = jax.lax.fori_loop(0, blocks, sweep, start)
-    out = jnp.where(total > 0, acc / jnp.where(total > 0, total, 1), 0).astype(q.dtype)
-    out = out.reshape(n, kv_heads, rows, group, dim)
-    return jnp.moveaxis(out, 1, 2).reshape(n, rows, q_heads, dim)
+        tile = tile_for(capability, jnp.promote_types(q.dtype, pool.dtype).name)
+        return pallas_triton.cache_attention(*arguments, tile=tile, interpret=interpret)
+    if backend != "xla":
+        raise BackendError(f"cache_attention has no backend {backend!r}; it has xla, triton")
+    return xla.cache_attention(*arguments)

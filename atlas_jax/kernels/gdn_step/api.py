@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -10,6 +9,7 @@ from atlas_jax.kernels.backends import Backend, BackendError
 from atlas_jax.kernels.gdn_step import xla
 from atlas_jax.kernels.gdn_step.tiles import tile_for
 from atlas_jax.kernels.numerics import widen
+from atlas_jax.kernels.slots import gather_once
 
 
 def gdn_step(
@@ -61,8 +61,8 @@ def gdn_step(
         from atlas_jax.kernels.gdn_step import pallas_mosaic
 
         return pallas_mosaic.gdn_step(*arguments, tile=tile_for(capability), interpret=interpret)
-    if backend != "xla":
-        raise BackendError(f"gdn_step has no backend {backend!r}; it has xla, triton, mosaic")
+    if backend not in ("xla", "sequential"):
+        raise BackendError(f"gdn_step has no backend {backend!r}; it has xla, sequential, triton, mosaic")
 
     folded = k.shape[1] - q.shape[1]
     row = jnp.arange(k.shape[1])[None, :]
@@ -73,7 +73,7 @@ def gdn_step(
     q = jnp.where(live[:, folded:, None, None], q, 0)
     k, v = (jnp.where(live[:, :, None, None], x, 0) for x in (k, v))
     g, beta = (jnp.where(live[:, :, None], x, 0) for x in (g, beta))
-    # Gathered once: fused into each reader, all of them would read the pool, and XLA then copies it before the write.
-    state = jax.lax.optimization_barrier(pool.at[slots].get(mode="fill", fill_value=0))
-    out, state = xla.fold_and_read(widen(state), q, k, v, g, beta)
+    state = widen(gather_once(pool, slots))
+    form = xla.sequential if backend == "sequential" else xla.fold_and_read
+    out, state = form(state, *(x.astype(state.dtype) for x in (q, k, v, g, beta)))
     return out.astype(pool.dtype), pool.at[slots].set(state.astype(pool.dtype), mode="drop")

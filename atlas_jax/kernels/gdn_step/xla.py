@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -22,7 +23,7 @@ def fold_and_read(
 ) -> tuple[Float[Array, "N K Hv Dv"], Float[Array, "N Hv Dk Dv"]]:
     """Outputs of the last K rows, and the state after the first `M - K + 1` (dead rows are all zero)."""
     form = by_matrix if k.shape[1] >= _MATRIX_FROM else row_by_row
-    return form(state, *(x.astype(state.dtype) for x in (q, k, v, g, beta)))
+    return form(state, q, k, v, g, beta)
 
 
 def row_by_row(
@@ -49,6 +50,33 @@ def row_by_row(
         if row == folded:
             kept = state
     return jnp.stack(out, axis=1), kept
+
+
+def sequential(
+    state: Float[Array, "N Hv Dk Dv"],
+    q: Float[Array, "N K Hk Dk"],
+    k: Float[Array, "N M Hk Dk"],
+    v: Float[Array, "N M Hv Dv"],
+    g: Float[Array, "N M Hv"],
+    beta: Float[Array, "N M Hv"],
+) -> tuple[Float[Array, "N K Hv Dv"], Float[Array, "N Hv Dk Dv"]]:
+    """The recurrence as a loop: every row goes through the same machine code, so its bits don't depend on its place.
+
+    Unrolled, the compiler contracts multiplications and additions of each row as it likes.
+    """
+    ratio, folded = v.shape[2] // k.shape[2], k.shape[1] - q.shape[1]
+    q = jnp.pad(q, ((0, 0), (folded, 0), (0, 0), (0, 0)))
+    rows = tuple(jnp.moveaxis(x, 1, 0) for x in (*(jnp.repeat(x, ratio, axis=2) for x in (q, k)), v, g, beta))
+
+    def step(carry: tuple[Array, Array], row: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
+        (state, kept), (index, query, key, value, log_decay, strength) = carry, row
+        state = jnp.exp(log_decay)[..., None, None] * state
+        delta = strength[..., None] * (value - (state * key[..., None]).sum(-2))
+        state = state + key[..., None] * delta[..., None, :]
+        return (state, jnp.where(index == folded, state, kept)), (state * query[..., None]).sum(-2)
+
+    (_, kept), out = jax.lax.scan(step, (state, state), (jnp.arange(k.shape[1]), *rows))
+    return jnp.moveaxis(out[folded:], 0, 1), kept
 
 
 def by_matrix(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,10 @@ import numpy as np
 
 from atlas_jax.kernels import backends
 from atlas_jax.kernels.backends import Backend
+from atlas_jax.kernels.cache_attention import cache_attention
+from atlas_jax.kernels.cache_attention import check as attention_check
+from atlas_jax.kernels.cache_attention.specs import SPECS as ATTENTION_SPECS
+from atlas_jax.kernels.cache_attention.specs import AttentionSpec
 from atlas_jax.kernels.gdn_chunk import check as chunk_check
 from atlas_jax.kernels.gdn_chunk import gdn_chunk
 from atlas_jax.kernels.gdn_chunk.specs import SPECS as CHUNK_SPECS
@@ -40,6 +44,7 @@ class Op:
       error: of a kernel on random inputs of a spec, against float64.
       bound: the largest error that is rounding, of a spec.
       donate: whether the first argument is updated in place.
+      small: what the shrunk shape of a spec must be besides.
     """
 
     function: Kernel
@@ -49,6 +54,8 @@ class Op:
     error: Callable[[Kernel, Any], float]
     bound: Callable[[Any], float]
     donate: bool = False
+    # Two blocks of columns, whatever the spec shrinks to.
+    small: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"value_dim": 64})
 
 
 def step_error(kernel: Kernel, spec: StepSpec) -> float:
@@ -80,6 +87,12 @@ def chunk_gradient_error(kernel: Kernel, spec: ChunkSpec) -> float:
     return chunk_check.max_error(kernel(*map(jnp.asarray, x)), tuple(map(np.asarray, wanted)))
 
 
+def attention_error(kernel: Kernel, spec: AttentionSpec) -> float:
+    inputs = functools.partial(attention_check.inputs, spec, padding=min(1, spec.n - 1))
+    given = (inputs(0, scores="mild"), inputs(1, scores="spiky"))
+    return float(np.max([attention_check.error(kernel, x) for x in given]))
+
+
 _GRADIENT_SPECS = [spec for spec in CHUNK_SPECS if (spec.n, spec.length, spec.value_heads) == (1, 2048, 32)]
 OPS: dict[str, Op] = {
     "gdn_step": Op(
@@ -94,6 +107,15 @@ OPS: dict[str, Op] = {
     "gdn_chunk": Op(gdn_chunk, "gdn_chunk", CHUNK_SPECS, ("triton",), chunk_error, chunk_check.bound),
     "gdn_chunk gradient": Op(
         chunk_gradient, "gdn_chunk", _GRADIENT_SPECS, ("triton",), chunk_gradient_error, chunk_check.bound
+    ),
+    "cache_attention": Op(
+        cache_attention,
+        "cache_attention",
+        ATTENTION_SPECS,
+        ("triton",),
+        attention_error,
+        lambda spec: attention_check.BOUNDS[spec.row_dtype],
+        small={},
     ),
 }
 
@@ -144,8 +166,8 @@ class Case:
 
     def rel_err(self) -> float:
         """Error against float64, interpreted, at a shrunk shape; may be NaN or infinite."""
-        # Two blocks of columns, whatever the spec shrinks to. The model's name is no part of a shape.
-        small = dataclasses.replace(self.shapes.shrunk(), value_dim=64, model="")
+        # The model's name is no part of a shape.
+        small = dataclasses.replace(self.shapes.shrunk(), model="", **OPS[self.op].small)
         return _error(dataclasses.replace(self, spec=""), small)
 
     def kernel(self, **options: Any) -> Kernel:

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from atlas_jax.config import ModelConfig
-from atlas_jax.decode.step import Bucket, step
+from atlas_jax.decode.plan import Bucket, Plan
+from atlas_jax.decode.state import DecodeState, init_state
+from atlas_jax.decode.step import step
 from atlas_jax.kernels.backends import Kernels, choose
 from atlas_jax.lab.crosscompile.chips import CHIPS
 from atlas_jax.lab.crosscompile.worker import Program
 from atlas_jax.model.mixers import Params, leaf_dtype
-from atlas_jax.model.state import ModelState, init_state
 from atlas_jax.presets import abstract_params, preset
 
 CONTEXT = 4096  # cache length; no time and no temporary depends on it
@@ -46,7 +47,7 @@ class DecodeStep:
         """What an engine on that chip would choose."""
         return choose("auto", CHIPS[self.chip].target())
 
-    def state(self) -> ModelState:
+    def state(self) -> DecodeState:
         make = functools.partial(init_state, slots=self.slots, length=CONTEXT, max_drafts=3, head=self.bucket.head)
         return jax.eval_shape(functools.partial(make, self.cfg, dtype=jnp.bfloat16))
 
@@ -66,8 +67,8 @@ class DecodeStep:
 def decode_step(**fields: Any) -> Program:
     """The program of a `DecodeStep` of these fields; the state is donated, as the engine does."""
     size = DecodeStep(**fields)
-    fn = functools.partial(step, cfg=size.cfg, bucket=size.bucket, ends=size.cfg.eos_ids, kernels=size.kernels)
-    plan = jax.ShapeDtypeStruct((size.n, 9 + size.k), jnp.int32)
+    fn = functools.partial(step, cfg=size.cfg, bucket=size.bucket, kernels=size.kernels)
+    plan = jax.ShapeDtypeStruct((size.n, Plan.width(size.k)), jnp.int32)
     return Program(fn, (size.params(), size.state(), plan), donate=(1,))
 
 

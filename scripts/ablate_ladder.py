@@ -1,0 +1,257 @@
+"""Which ladder is best here? A grid of ladders over concurrency and regime, beside plain decode and an A/A arm.
+
+    python scripts/ablate_ladder.py                                   # simulated, from shipped costs; under a minute
+    python scripts/ablate_ladder.py --grid 32:1 32:2 4:3,16:1@16      # ladders as ATLAS_MTP_K_LADDER writes them, @cap
+    python scripts/ablate_ladder.py --decode                          # measured: this machine, the shipped model
+
+`--decode` first measures a cost table, fits a ladder to it (`auto`) and puts it among the others. Rows are kept in
+OUT/rows.csv; an interrupted run goes on where it was. A winner is named only where ranges are disjoint.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from atlas_jax.depth.fit import fit_ladder, tokens
+from atlas_jax.depth.ladder import DEFAULT_STEPS, format_ladder
+from atlas_jax.depth.policies import PolicyError
+from atlas_jax.lab import plots
+from atlas_jax.lab.ablate import (
+    AA,
+    PLAIN,
+    Cell,
+    Verdict,
+    ablate_simulated,
+    best_ladder,
+    describe,
+    parse_grid,
+    summarize,
+    verdicts,
+)
+from atlas_jax.lab.cost import CostError, CostTable, ratio
+from atlas_jax.lab.tables import DEFAULT_COSTS, find_costs, find_trace
+from atlas_jax.lab.text_table import text_table
+from atlas_jax.lab.trace import TraceError, load_trace
+
+ROOT = Path(__file__).resolve().parents[1]
+DEFAULT = format_ladder(DEFAULT_STEPS)
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs what is missing; writes rows.csv and plots; prints a table and a last line of JSON, and returns it."""
+    began = time.perf_counter()
+    say = lambda text: print(text, file=sys.stderr, flush=True)
+    out = sys.stderr if args.json else sys.stdout
+    grid = list(dict.fromkeys(args.grid or (DEFAULT, *(f"32:{d}" for d in range(1, args.num_drafts + 1)))))
+    if args.decode:
+        rows, costs, acceptance, grid = decode(args, grid, say)
+    else:
+        costs = find_costs(args.costs)
+        rows = ablate_simulated(
+            args.out / "rows.csv",
+            args.costs,
+            grid,
+            args.concurrency,
+            args.regimes,
+            repetitions=args.repetitions,
+            num_drafts=args.num_drafts,
+            seconds=args.seconds,
+            processes=args.processes,
+            say=say,
+        )
+        acceptance = {regime: find_trace(regime).acceptance()[: args.num_drafts] for regime in args.regimes}
+    parsed = parse_grid(grid, args.num_drafts)
+    cells = summarize(rows)
+    found = verdicts(cells, parsed, args.num_drafts)
+    print(table(cells), file=out)
+    print("\n" + "\n".join(describe(found)), file=out)
+    draw(args.out, cells, found, costs, acceptance, args.num_drafts)
+    print(f"plots and rows in {args.out}; {time.perf_counter() - began:.0f} s", file=out)
+    best = best_ladder(found)
+    line = {
+        "best_ladder": format_ladder(best.steps),
+        "cap": best.max_seqs,
+        "decided": all(v.decided for v in found),
+        "cells": [
+            {
+                "ladder": cell.ladder,
+                "concurrency": cell.concurrency,
+                "regime": cell.regime,
+                "tok_s_median": round(cell.tok_s_median, 3),
+                "tok_s_min": round(cell.tok_s_min, 3),
+                "tok_s_max": round(cell.tok_s_max, 3),
+            }
+            for cell in cells
+        ],
+    }
+    print(json.dumps(line), flush=True)
+    return line
+
+
+def decode(args: argparse.Namespace, grid: list[str], say: Any) -> Any:
+    """Rows by decoding, the measured costs, the measured acceptance, and the grid with the fitted ladder."""
+    import jax
+    import numpy as np
+
+    from atlas_jax.lab.ablate_decode import ablate_decoded, record, validate
+    from atlas_jax.lab.bench import use_cpu_threads
+    from atlas_jax.lab.measure_cost import Plan, device_id, empty_about, measure_costs
+    from atlas_jax.lab.prompts import load_requests
+    from atlas_jax.train.tokens import load_tokenizer
+    from atlas_jax.weights.checkpoint import load_model
+
+    use_cpu_threads(1)
+    cfg, params = load_model(args.model)
+    kept = args.out / "costs.json"
+    # `costs.json` with all widths is not measured again, and one of another machine is an error.
+    costs = measure_costs(
+        params,
+        cfg,
+        Plan(tuple(args.concurrency), args.num_drafts, (128,), args.visits),
+        dtype=np.float32,
+        about=empty_about(np.float32, name=args.model.resolve().name, threads="1"),
+        done=CostTable.load(kept) if kept.is_file() else None,
+        keep=lambda table: table.save(kept),
+        say=say,
+    )
+    tokenizer = load_tokenizer(args.model / "tokenizer.json")
+    count = max(8, *args.concurrency)
+    requests, offline = load_requests(args.regimes, tokenizer, count, args.max_new_tokens)
+    if offline:
+        say(f"The held-out texts cannot be had: {offline} Measuring on our own prompts.")
+    recorded = args.out / "trace.jsonl.gz"
+    if not recorded.is_file():
+        say(f"recording a trace at {args.num_drafts} drafts")
+        record(recorded, params, cfg, requests, args.num_drafts)
+    trace = load_trace(recorded).expect(costs.model)
+    traces = {regime: trace.only(regime) for regime in args.regimes}
+    acceptance = {regime: own.acceptance() for regime, own in traces.items()}
+    # One ladder for all regimes: fitted to the mean of their tokens a step.
+    pooled = pool(list(acceptance.values()), args.num_drafts)
+    fit = fit_ladder(costs, pooled, args.concurrency, 160)
+    say(f"auto: {fit.describe()}")
+    grid = list(dict.fromkeys([*grid, f"{format_ladder(fit.steps)}@{fit.cap}"]))
+    source = f"{device_id()}, jax {jax.__version__}"
+    rows = ablate_decoded(
+        args.out / "rows.csv",
+        source,
+        params,
+        cfg,
+        requests,
+        grid,
+        args.concurrency,
+        repetitions=args.repetitions,
+        num_drafts=args.num_drafts,
+        say=say,
+    )
+    checks = validate(summarize(rows), grid, args.num_drafts, costs, traces)
+    header = ("regime", "C", "ladder", "measured", "range", "simulated", "error")
+    shown = [
+        (c.regime, c.concurrency, c.ladder, c.measured, f"{c.low:,.0f}-{c.high:,.0f}", c.simulated, f"{c.error:+.1%}")
+        for c in checks
+    ]
+    good = sum(c.within(0.05) for c in checks)
+    say(text_table(header, shown))
+    say(f"the simulator is within 5 % or the range in {good} of {len(checks)} cells")
+    return rows, costs, acceptance, grid
+
+
+def pool(curves: Sequence[Sequence[float]], depth: int) -> tuple[float, ...]:
+    """Conditional acceptance whose tokens a step are the mean of those of the curves, at every depth."""
+    mean = [sum(tokens(curve, d) for curve in curves) / len(curves) for d in range(depth + 1)]
+    gains = [b - a for a, b in itertools.pairwise(mean)]
+    before = [1.0, *gains]
+    return tuple(gain / last if last else 0.0 for gain, last in zip(gains, before, strict=False))
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """The cells for people."""
+    rows = [
+        (
+            *(c.regime, c.concurrency, c.ladder, c.tok_s_median, f"{c.tok_s_min:,.1f}-{c.tok_s_max:,.1f}"),
+            *(sorted(c.ratios)[len(c.ratios) // 2], f"{min(c.ratios):.3f}-{max(c.ratios):.3f}", c.tok_step),
+        )
+        for c in cells
+    ]
+    return text_table(("regime", "C", "ladder", "tok/s", "range", "x plain", "range", "tok/step"), rows)
+
+
+def draw(
+    out: Path,
+    cells: Sequence[Cell],
+    found: Sequence[Verdict],
+    costs: CostTable,
+    acceptance: dict[str, tuple[float, ...]],
+    num_drafts: int,
+) -> None:
+    """The plots, as PNGs in `out`."""
+    regimes = list(dict.fromkeys(cell.regime for cell in cells))
+    figure, axes = plots.figure(columns=len(regimes))
+    for ax, regime in zip(axes, regimes, strict=True):
+        points: dict[str, list[tuple[float, float, float, float]]] = {}
+        for cell in (cell for cell in cells if cell.regime == regime and cell.ladder != PLAIN):
+            middle = sorted(cell.ratios)[len(cell.ratios) // 2]
+            points.setdefault(cell.ladder, []).append((cell.concurrency, middle, min(cell.ratios), max(cell.ratios)))
+        points[AA] = points.pop(AA, [])
+        best = [(v.concurrency, f"{v.depth}" + ("" if v.decided else "?")) for v in found]
+        plots.speed(ax, {name: line for name, line in points.items() if line}, f"{regime}; above: best drafts", best)
+    ladder = best_ladder(found)
+    figure.suptitle(f"Best ladder: {format_ladder(ladder.steps)}, plain decode above C = {ladder.max_seqs}")
+    plots.save(figure, out / "speed.png")
+
+    widths = [n for n in costs.widths if n <= max(v.concurrency for v in found)]
+    context = min(step.context for step in costs.steps)
+    figure, axes = plots.figure(columns=2, rows=2)
+    points = [
+        (f"{regime}, n = {n}, {d}:{d - 1}", ratio(costs, n, d, d - 1, context), tokens(p, d) / tokens(p, d - 1))
+        for regime, p in acceptance.items()
+        for n in (widths[0], widths[-1])
+        for d in range(2, num_drafts + 1)
+    ]
+    plots.break_even(axes[0], points, "Does one more draft pay?")
+    p1 = max(p[0] for p in acceptance.values())
+    p2s = [x / 20 for x in range(6, 20)]
+    plots.heat(axes[1], costs, p1, widths, p2s, context, num_drafts, f"Best number of drafts at p1 = {p1:.2f}")
+    plots.staircase(axes[2], costs, f"What rows cost ({costs.kind})")
+    contexts = sorted({step.context for step in costs.steps})
+    rates = {regime: (lambda context, p=p: p) for regime, p in acceptance.items()}
+    plots.by_context(axes[3], costs, rates, widths[:: max(1, len(widths) // 3)], contexts, "Best drafts by context")
+    plots.save(figure, out / "why.png")
+
+
+def parse(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--grid", nargs="+", help=f"ladders [{DEFAULT} 32:1 32:2 32:3]; LADDER@CAP sets a cap")
+    add("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    add("--regimes", nargs="+", default=["prose", "tools"], help="[prose tools]")
+    add("--decode", action="store_true", help="measure here instead of simulating")
+    add("--model", type=Path, default=ROOT / "checkpoints" / "small", help="with --decode: directory of a checkpoint")
+    add("--max-new-tokens", type=int, default=48, help="with --decode, of every request [%(default)s]")
+    add("--visits", type=int, default=5, help="with --decode: turns of each arm of the cost table [%(default)s]")
+    add("--costs", default=DEFAULT_COSTS, help="of the simulation [%(default)s]")
+    add("--seconds", type=float, default=20.0, help="of simulated time in each run [%(default)s]")
+    add("--repetitions", type=int, default=3, help="[%(default)s]")
+    add("--num-drafts", type=int, default=3, help="most drafts [%(default)s]")
+    add("--processes", type=int, default=2, help="of the simulation [%(default)s]")
+    add("--out", type=Path, help="folder of rows.csv and plots [runs/ablate-simulated or runs/ablate-decoded]")
+    add("--json", action="store_true", help="stdout gets nothing but the last line")
+    parsed = parser.parse_args(args)
+    parsed.out = parsed.out or ROOT / "runs" / ("ablate-decoded" if parsed.decode else "ablate-simulated")
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    return parsed
+
+
+if __name__ == "__main__":
+    try:
+        main(parse())
+    except (CostError, PolicyError, TraceError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on from here")

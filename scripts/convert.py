@@ -1,0 +1,177 @@
+"""Reads a Hugging Face model directory of the family, reports what became of every tensor, and writes it anew.
+
+    python scripts/convert.py path/to/model                          # check only: table, one line of JSON at the end
+    python scripts/convert.py path/to/model path/to/copy             # the same names, dtypes and shards
+    python scripts/convert.py path/to/model path/to/head --head-only # the MTP head, its config and tokenizer
+
+Reading is streamed: no more than one tensor is in memory above the model. FP8 weights come out in bfloat16. Nothing is
+left behind where it fails or is interrupted. `raw_read_seconds` is what merely reading as many bytes into new memory
+takes, from a warm cache (measured on up to 1 GiB of them).
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atlas_jax.config import ConfigError
+from atlas_jax.lab.text_table import text_table
+from atlas_jax.weights.checkpoint import check_model, export_model, import_model
+from atlas_jax.weights.shards import Shards, WeightError
+
+SAMPLE = 2**30
+# Twice, each time into new memory: the first time fills the page cache.
+RAW_READ = """
+import sys, time
+import numpy as np
+for _ in range(2):
+    began, done, kept = time.perf_counter(), 0, np.empty(int(sys.argv[1]), np.uint8)
+    for name in sys.argv[2:]:
+        with open(name, "rb", buffering=0) as file:
+            while count := file.readinto(memoryview(kept)[done:]):
+                done += count
+    seconds = (time.perf_counter() - began) / max(done, 1)
+    del kept
+print(seconds)
+"""
+DTYPES = ("stored", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to read, and where to write it."""
+
+    source: Path
+    target: Path | None = None  # None: only check
+    dtype: str = "stored"  # in memory and in the target; "stored" keeps each tensor's own
+    allow_missing: bool = False  # missing tensors become zeros, a missing head is left out
+    head_only: bool = False  # write the MTP head alone
+    list: bool = False  # every tensor by name
+    json: bool = False  # stdout gets nothing but the last line
+
+
+def main(config: Config) -> dict[str, Any]:
+    """Prints a report and a last line of JSON; returns what that line holds.
+
+    Raises `ConfigError` or `WeightError` naming what does not fit.
+    """
+    if config.target is not None and config.target.exists() and any(config.target.iterdir()):
+        raise WeightError(f"{config.target} exists; name a new directory")
+    check_model(config.source, allow_missing=config.allow_missing)
+    dtype = None if config.dtype == "stored" else _dtype(config.dtype)
+    raw_seconds = _raw_read_seconds(Shards(config.source))
+    before = _peak_rss_mb()
+    with _progress("reading") as progress:
+        began = time.perf_counter()
+        imported = import_model(config.source, dtype, allow_missing=config.allow_missing, progress=progress)
+        seconds = time.perf_counter() - began
+    peak = _peak_rss_mb()
+    report = imported.report
+    if config.target is not None:
+        with _progress("writing") as progress:
+            export_model(
+                config.source,
+                config.target,
+                imported.params,
+                imported.cfg,
+                dtype=dtype,
+                head_only=config.head_only,
+                progress=progress,
+            )
+    result = {
+        "tensors_used": len(report.used),
+        "tensors_ignored": len(report.ignored),
+        "tensors_missing": len(report.missing),
+        "bytes": report.nbytes,
+        "seconds": round(seconds, 4),
+        "raw_read_seconds": round(raw_seconds * report.nbytes, 4),
+        "peak_rss_mb": round(peak, 1),
+        "rss_before_mb": round(before, 1),
+        "model_mb": round(sum(leaf.nbytes for leaf in _leaves(imported.params)) / 2**20, 1),
+        "ignored": dict(Counter(report.ignored.values())),
+        "missing": list(report.missing[:20]),
+        "target": None if config.target is None else str(config.target),
+    }
+    if not config.json:
+        fates = [(name, "used") for name in report.used] if config.list else [("tensors", f"{len(report.used)} used")]
+        fates += [(name, f"ignored: {reason}") for name, reason in report.ignored.items()]
+        fates += [(name, "MISSING") for name in report.missing]
+        print(text_table(("tensor", "became"), fates))
+        speed, raw = (report.nbytes / 1e9 / result[key] for key in ("seconds", "raw_read_seconds"))
+        print(f"\n{report.nbytes / 1e9:.3f} GB at {speed:.2f} GB/s (merely reading: {raw:.2f}), peak {peak:,.0f} MiB")
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def _dtype(name: str) -> Any:
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return [leaf for item in tree.values() for leaf in _leaves(item)] if isinstance(tree, dict) else [tree]
+
+
+def _raw_read_seconds(shards: Shards) -> float:
+    """Seconds a byte. In a process of its own, or its buffer would be in this one's peak."""
+    files = [str(shards.directory / shard) for shard in shards.files]
+    command = [sys.executable, "-c", RAW_READ, str(SAMPLE), *files]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def _peak_rss_mb() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+class _progress:
+    """A bar on the error stream, where that is a terminal."""
+
+    def __init__(self, what: str):
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(what, total=None)
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self._bar.start()
+        return lambda done, total: self._bar.update(self._task, completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def parse(args: Sequence[str] | None = None) -> Config:
+    """The command line; every option is a field of `Config`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("source", type=Path, help="directory of a checkpoint")
+    add("target", type=Path, nargs="?", help="new directory; without one the source is only checked")
+    add("--dtype", choices=DTYPES, default=Config.dtype, help="in memory and in the target [%(default)s]")
+    add("--allow-missing", action="store_true", help="missing tensors become zeros, a missing head is left out")
+    add("--head-only", action="store_true", help="write the MTP head alone")
+    add("--list", action="store_true", help="every tensor by name")
+    add("--json", action="store_true", help="stdout gets nothing but the last line")
+    return Config(**vars(parser.parse_args(args)))
+
+
+if __name__ == "__main__":
+    try:
+        main(parse())
+    except (ConfigError, WeightError) as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: {error.strerror or error}: {error.filename or ''}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; nothing was written")
