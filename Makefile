@@ -1,7 +1,7 @@
 # Every target sets up .venv by itself; once that is done the check costs a few hundredths of a second.
 #   make test PYTEST_ARGS="-k ladder"     make demo ARGS="--help"     make setup PYTHON=python3.12
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint gate demo bench corpora clean
+.PHONY: help setup test lint gate demo bench ablate corpora clean
 
 PY := .venv/bin/python
 PYTEST_ARGS ?=
@@ -29,6 +29,9 @@ demo: setup  ## train nothing, show everything: the shipped model, plain against
 
 bench: setup  ## speculative against plain decode on this machine (ARGS= adds arguments)
 	$(PY) scripts/bench_decode.py $(ARGS)
+
+ablate: setup  ## the best ladder for this machine, measured (ARGS= adds arguments)
+	$(PY) scripts/ablate_ladder.py --decode --out experiments/cpu-ladder $(ARGS)
 
 corpora: setup  ## fetch and measure the training texts (ARGS= adds arguments)
 	$(PY) scripts/fetch_corpora.py $(ARGS)

@@ -33,7 +33,7 @@ from atlas_jax.lab.ablate import (
     summarize,
     verdicts,
 )
-from atlas_jax.lab.cost import CostError, CostTable, ratio
+from atlas_jax.lab.cost import CostError, CostTable
 from atlas_jax.lab.tables import DEFAULT_COSTS, find_costs, find_trace
 from atlas_jax.lab.text_table import text_table
 from atlas_jax.lab.trace import TraceError, load_trace
@@ -98,7 +98,7 @@ def decode(args: argparse.Namespace, grid: list[str], say: Any) -> Any:
     import jax
     import numpy as np
 
-    from atlas_jax.lab.ablate_decode import ablate_decoded, record, validate
+    from atlas_jax.lab.ablate_decode import LEAST, ablate_decoded, record, validate
     from atlas_jax.lab.bench import use_cpu_threads
     from atlas_jax.lab.measure_cost import Plan, device_id, empty_about, measure_costs
     from atlas_jax.lab.prompts import load_requests
@@ -106,24 +106,29 @@ def decode(args: argparse.Namespace, grid: list[str], say: Any) -> Any:
     from atlas_jax.weights.checkpoint import load_model
 
     use_cpu_threads(1)
+    # What is measured and what decodes are the same programs; and an interrupted run does not compile them again.
+    jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     cfg, params = load_model(args.model)
-    kept = args.out / "costs.json"
+    tokenizer = load_tokenizer(args.model / "tokenizer.json")
+    requests, offline = load_requests(args.regimes, tokenizer, max(LEAST, *args.concurrency), args.max_new_tokens)
+    if offline:
+        say(f"The held-out texts cannot be had: {offline} Measuring on our own prompts.")
+    lengths = sorted(len(request.prompt) for own in requests.values() for request in own)
+    contexts = (lengths[0], lengths[-1] + args.max_new_tokens)
+    plan = Plan(tuple(args.concurrency), args.num_drafts, contexts, args.visits)
     # `costs.json` with all widths is not measured again, and one of another machine is an error.
+    kept = args.out / "costs.json"
     costs = measure_costs(
         params,
         cfg,
-        Plan(tuple(args.concurrency), args.num_drafts, (128,), args.visits),
+        plan,
         dtype=np.float32,
         about=empty_about(np.float32, name=args.model.resolve().name, threads="1"),
         done=CostTable.load(kept) if kept.is_file() else None,
         keep=lambda table: table.save(kept),
         say=say,
     )
-    tokenizer = load_tokenizer(args.model / "tokenizer.json")
-    count = max(8, *args.concurrency)
-    requests, offline = load_requests(args.regimes, tokenizer, count, args.max_new_tokens)
-    if offline:
-        say(f"The held-out texts cannot be had: {offline} Measuring on our own prompts.")
     recorded = args.out / "trace.jsonl.gz"
     if not recorded.is_file():
         say(f"recording a trace at {args.num_drafts} drafts")
@@ -133,7 +138,7 @@ def decode(args: argparse.Namespace, grid: list[str], say: Any) -> Any:
     acceptance = {regime: own.acceptance() for regime, own in traces.items()}
     # One ladder for all regimes: fitted to the mean of their tokens a step.
     pooled = pool(list(acceptance.values()), args.num_drafts)
-    fit = fit_ladder(costs, pooled, args.concurrency, 160)
+    fit = fit_ladder(costs, pooled, args.concurrency, lengths[len(lengths) // 2])
     say(f"auto: {fit.describe()}")
     grid = list(dict.fromkeys([*grid, f"{format_ladder(fit.steps)}@{fit.cap}"]))
     source = f"{device_id()}, jax {jax.__version__}"
@@ -144,9 +149,8 @@ def decode(args: argparse.Namespace, grid: list[str], say: Any) -> Any:
         cfg,
         requests,
         grid,
-        args.concurrency,
+        plan,
         repetitions=args.repetitions,
-        num_drafts=args.num_drafts,
         say=say,
     )
     checks = validate(summarize(rows), grid, args.num_drafts, costs, traces)
@@ -207,11 +211,12 @@ def draw(
     widths = [n for n in costs.widths if n <= max(v.concurrency for v in found)]
     context = min(step.context for step in costs.steps)
     figure, axes = plots.figure(columns=2, rows=2)
+    time = lambda n, d: costs.seconds(n, d + 1, n * (d + 1), context, d > 0)  # 0: plain decode, without a head
     points = [
-        (f"{regime}, n = {n}, {d}:{d - 1}", ratio(costs, n, d, d - 1, context), tokens(p, d) / tokens(p, d - 1))
+        (f"{regime}, n = {n}, {d} over {d - 1}", time(n, d) / time(n, d - 1), tokens(p, d) / tokens(p, d - 1))
         for regime, p in acceptance.items()
         for n in (widths[0], widths[-1])
-        for d in range(2, num_drafts + 1)
+        for d in range(1, num_drafts + 1)
     ]
     plots.break_even(axes[0], points, "Does one more draft pay?")
     p1 = max(p[0] for p in acceptance.values())
@@ -233,7 +238,7 @@ def parse(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--regimes", nargs="+", default=["prose", "tools"], help="[prose tools]")
     add("--decode", action="store_true", help="measure here instead of simulating")
     add("--model", type=Path, default=ROOT / "checkpoints" / "small", help="with --decode: directory of a checkpoint")
-    add("--max-new-tokens", type=int, default=48, help="with --decode, of every request [%(default)s]")
+    add("--max-new-tokens", type=int, default=32, help="with --decode, of every request [%(default)s]")
     add("--visits", type=int, default=5, help="with --decode: turns of each arm of the cost table [%(default)s]")
     add("--costs", default=DEFAULT_COSTS, help="of the simulation [%(default)s]")
     add("--seconds", type=float, default=20.0, help="of simulated time in each run [%(default)s]")

@@ -11,6 +11,7 @@ from atlas_jax.decode.accept import Rule
 from atlas_jax.decode.buckets import BucketConfig
 from atlas_jax.decode.plan import Bucket, StepConfig
 from atlas_jax.kernels.backends import Backend, Kernels
+from atlas_jax.model.rollback import Rollback
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,8 @@ class EngineConfig:
       rounds: most steps in one call to the device, where nothing on the host has a say between them.
       numerics: "invariant" runs every step, plain or not, in one bucket and one form of the recurrence: outputs are
         then bit-equal whatever is drafted, in any dtype.
+      rollback: how recurrent states go back to the last accepted row, with equal outputs. All but "deferred" are there
+        to be compared with it (`scripts/bench_rollback.py`) and run on the xla backend only.
       dtype: of weights, activations and caches (recurrent states are at least float32).
       kernels: who computes the GDN ops; "auto" is the reference on CPUs and Pallas Triton on GPUs that it supports.
       seed: of requests that bring none.
@@ -53,6 +56,7 @@ class EngineConfig:
     end_ids: int = StepConfig.end_ids
     rounds: int = 1
     numerics: Literal["fast", "invariant"] = "fast"
+    rollback: Rollback = "deferred"
     dtype: Any = jnp.float32
     kernels: Literal["auto"] | Backend | Kernels = "auto"
     seed: int = 0
@@ -61,6 +65,8 @@ class EngineConfig:
         self.buckets.check(self.slots)
         if not self.prefill or list(self.prefill) != sorted(set(self.prefill)) or self.prefill[0] < 1:
             raise ValueError(f"prefill widths must be positive and ascending, not {self.prefill}")
+        if self.numerics == "invariant" and self.rollback != "deferred":
+            raise ValueError(f"numerics 'invariant' needs rollback 'deferred', not {self.rollback!r}")
         for name in ("slots", "context", "queue", "rounds", "prefill_tokens", "end_ids"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

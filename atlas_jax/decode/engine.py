@@ -30,6 +30,7 @@ from atlas_jax.decode.stops import first_stop
 from atlas_jax.decode.telemetry import Acceptance, Steps, Telemetry
 from atlas_jax.depth.policies import Off, Outcome, Policy, PolicyError, Queued
 from atlas_jax.kernels.backends import choose
+from atlas_jax.model import rollback
 from atlas_jax.model.mixers import Params, leaf_dtype
 from atlas_jax.model.mtp import with_draft_head
 
@@ -66,6 +67,7 @@ class Engine:
         self.kernels = choose(config.kernels)
         if config.numerics == "invariant":
             self.kernels = dataclasses.replace(self.kernels, gdn_step="sequential")
+        rollback.check(config.rollback, self.kernels)
         self._params = jax.device_put(_cast(with_draft_head(params), config.dtype))
         self._propose, self._detokenize, self._trace = propose, detokenize, trace
         self._waiting: deque[tuple[int, Request]] = deque()
@@ -79,7 +81,9 @@ class Engine:
         self.policy = policy
         self._state = self._new_state()
         self._slots = Slots(config.slots + config.keep, config.keep)
-        shape = StepConfig(config.acceptance, config.top_log_probs, config.rounds, config.end_ids)
+        shape = StepConfig(
+            config.acceptance, config.top_log_probs, config.rounds, config.end_ids, config.rollback
+        )
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._state)
         self.programs = Programs(
             cfg, shape, self.kernels, config.max_drafts, config.slots, self._params, abstract
@@ -268,6 +272,7 @@ class Engine:
             dtype=self.config.dtype,
             head=bool(self.cfg.mtp_layers),
             proposals=self.config.acceptance != "match",
+            rollback=self.config.rollback,
         )
 
     def _replay(self) -> None:
@@ -309,9 +314,9 @@ class Engine:
         if kept is None:
             return
         length = len(kept.tokens) - 1
-        if kept.pending:
-            self._fold([(kept.slot, kept.pending, length, kept.head)])
-            kept.pending = 0
+        # With nothing pending too: where a stop text took rows back, the slot's ledger does not know it yet.
+        self._fold([(kept.slot, kept.pending, length, kept.head)])
+        kept.pending = 0
         self._state = self.programs["copy"](self._params, self._state, np.array([kept.slot, a.slot], np.int32))
         a.length, a.head, a.reused = length, kept.head, length
         a.blank = length == 0
@@ -450,7 +455,9 @@ class Engine:
                 continue
             stopped = self._stopped(a, tokens)
             if stopped is not None:
-                tokens = tokens[: stopped[0]]  # the rest is dropped before it is folded
+                # The rest is dropped before it is folded; where it has been folded, the state is no use to anyone.
+                a.blank |= self.config.rollback == "recompute" and stopped[0] < len(tokens)
+                tokens = tokens[: stopped[0]]
             count = len(tokens)
             filled = bucket.head and a.head == a.length
             a.text += tokens
@@ -461,14 +468,14 @@ class Engine:
             a.top += top
             for log in (self.telemetry.acceptance.setdefault((width, a.request.label), Acceptance()), a.acceptance):
                 log.record(len(verified), count)
-            used = a.draft_log_probs[: len(verified)]
+            queued = a.draft_log_probs
             a.drafts, a.draft_log_probs = answer.drafts(i), answer.draft_log_probs(i)
             if self._propose:
                 a.drafts = tuple(self._propose(list(a.text), len(a.drafts)))
                 a.draft_log_probs = (0.0,) * len(a.drafts) if a.draft_log_probs else ()
             offered.append(len(verified))
             accepted.append(count - 1)
-            chances.append(used if self.policy.needs_log_probs else ())
+            chances.append(queued if self.policy.needs_log_probs else ())
             if self._trace:
                 self._trace(
                     {
@@ -479,7 +486,7 @@ class Engine:
                         "width": width,
                         "offered": len(verified),
                         "accepted": count - 1,
-                        "log_probs": [round(x, 4) for x in used],
+                        "log_probs": [round(x, 4) for x in queued[: len(verified)]],
                         "drafts_next": len(a.drafts),
                         "bucket": [bucket.n, bucket.k, bucket.rows],
                     }

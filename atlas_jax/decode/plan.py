@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from atlas_jax.decode.accept import Rule
 from atlas_jax.decode.sampling import Controls, HostOrDevice
+from atlas_jax.model.rollback import Rollback
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -48,12 +49,14 @@ class StepConfig:
       top_log_probs: how many of the likeliest tokens are answered with each emitted one.
       rounds: most steps in one call.
       end_ids: end tokens that a request may have.
+      rollback: how recurrent states go back to the last accepted row.
     """
 
     acceptance: Rule = "match"
     top_log_probs: int = 0
     rounds: int = 1
     end_ids: int = 8
+    rollback: Rollback = "deferred"
 
 
 _INTS = (
@@ -74,7 +77,7 @@ class Plan(NamedTuple):
       packed: everything, as the program takes it.
       slots: slot of the sequence.
       lengths: committed positions (row 0 is written there; its token is `tokens[:, 0]`).
-      pending: drafts accepted by the last step, still to be folded.
+      pending: drafts accepted by the last step, still to be folded (into the window at least, see `model.rollback`).
       head: leading entries of the head's own cache that are the sequence's.
       num_rows: rows to verify, `1 + drafts`.
       room: tokens the request may still emit, at least `num_rows`.

@@ -63,7 +63,8 @@ class Programs:
             fn: Any = functools.partial(steps.step, bucket=key, config=self.config, **common)
             packed = ints(key.n, Plan.width(key.k, self.config.end_ids))
         elif key == "fold":
-            fn, packed = functools.partial(steps.fold_pending, fold=self.fold, **common), ints(4, self.slots)
+            how: Any = {"fold": self.fold, "rollback": self.config.rollback}
+            fn, packed = functools.partial(steps.fold_pending, **how, **common), ints(4, self.slots)
         elif key == "copy":
             fn, packed = steps.copy_slot, ints(2)
         else:

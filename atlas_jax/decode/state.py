@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.model import state as model_state
+from atlas_jax.model.rollback import Rollback
 from atlas_jax.model.state import KvCache, LayerCache, ModelState
 
 
@@ -47,6 +48,7 @@ def init_state(
     dtype: jnp.dtype,
     head: bool,
     proposals: bool = False,
+    rollback: Rollback = "deferred",
 ) -> DecodeState:
     """An empty state of `slots` sequences of up to `length` positions and `max_drafts` drafts.
 
@@ -54,7 +56,13 @@ def init_state(
     """
     wide = jnp.promote_types(dtype, jnp.float32)
     layers, head_cache = model_state.init_state(
-        cfg, slots=slots, length=length, max_drafts=max_drafts, dtype=dtype, head=head
+        cfg,
+        slots=slots,
+        length=length,
+        max_drafts=max_drafts,
+        dtype=dtype,
+        head=head,
+        snapshots=rollback == "snapshot",
     )
     return DecodeState(
         layers,

@@ -31,7 +31,9 @@ from atlas_jax.decode.sampling import (
 from atlas_jax.decode.state import DecodeState
 from atlas_jax.kernels.backends import Kernels
 from atlas_jax.model import mtp
+from atlas_jax.model import rollback as rollbacks
 from atlas_jax.model.mixers import Params
+from atlas_jax.model.rollback import Rollback
 from atlas_jax.model.state import GdnCache
 from atlas_jax.model.trunk import logits, trunk
 from atlas_jax.model.views import Prefill, Step, materialize
@@ -90,7 +92,7 @@ def _round(
     told = jnp.stack([plan.lengths, plan.pending, plan.head], axis=1)
     fault = (plan.num_rows > 0) & (held != told).any(axis=1)
     plan = plan._replace(num_rows=jnp.where(fault, 0, plan.num_rows))
-    view = _view(plan, bucket, kernels)
+    view = _view(plan, bucket, kernels, config.rollback)
     rows = jax.tree.map(lambda x: view.to_flat(jnp.repeat(x[:, None], k, axis=1)), plan.controls)
 
     # Verify. The token after row j stands at position lengths + j + 1.
@@ -129,7 +131,7 @@ def _round(
     filled = jnp.where(plan.head == plan.lengths, committed, plan.head) if bucket.head else plan.head
     ledger = jnp.stack([committed, count - 1, filled], axis=1)
     state = state._replace(
-        layers=layers,
+        layers=rollbacks.commit(layers, plan.slots, count),
         text=text,
         ledger=state.ledger.at[jnp.where(active, plan.slots, 2**30)].set(ledger, mode="drop"),
     )
@@ -284,6 +286,7 @@ def fold_pending(
     *,
     cfg: ModelConfig,
     fold: int,
+    rollback: Rollback = "deferred",
     kernels: Kernels = Kernels(),
 ) -> DecodeState:
     """Fold pending rows (at most `fold`) into the GDN states of their slots: for tests, saving, prefix reuse.
@@ -294,7 +297,7 @@ def fold_pending(
     slots, pending, lengths, head = packed
     ledger = jnp.stack([lengths, jnp.zeros_like(lengths), head], axis=1)
     layers = tuple(
-        materialize(params["layers"][i]["mixer"], cfg, cache, slots, pending, fold, kernels)
+        materialize(params["layers"][i]["mixer"], cfg, cache, slots, pending, fold, kernels, rollback)
         if isinstance(cache, GdnCache)
         else cache
         for i, cache in enumerate(state.layers)
@@ -347,16 +350,17 @@ def _top(scores: Float[Array, "R V"], view: Step, count: int) -> tuple[Array, Ar
     return view.to_grid(ids), view.to_grid(best)
 
 
-def _view(plan: Plan, bucket: Bucket, kernels: Kernels) -> Step:
+def _view(plan: Plan, bucket: Bucket, kernels: Kernels, rollback: Rollback) -> Step:
     n, k, rows = bucket.n, bucket.k, bucket.rows
+    told = (plan.slots, plan.lengths, plan.num_rows, plan.pending)
     cells = jnp.arange(n * k, dtype=jnp.int32).reshape(n, k)
     if rows == n * k:
-        return Step(plan.slots, plan.lengths, plan.num_rows, plan.pending, cells, cells.reshape(-1), False, kernels)
+        return Step(*told, cells, cells.reshape(-1), False, kernels, rollback)
     offsets = jnp.cumsum(plan.num_rows) - plan.num_rows
     column = jnp.arange(k)[None, :]
     to_flat = jnp.where(column < plan.num_rows[:, None], offsets[:, None] + column, rows)
     to_grid = jnp.full(rows, n * k, jnp.int32).at[to_flat].set(cells, mode="drop")
-    return Step(plan.slots, plan.lengths, plan.num_rows, plan.pending, to_flat, to_grid, True, kernels)
+    return Step(*told, to_flat, to_grid, True, kernels, rollback)
 
 
 def _single(plan: Plan, lengths: Int[Array, " N"], active: Array) -> Step:

@@ -56,7 +56,7 @@ class Outcome:
       width: active sequences.
       offered: drafts that were verified.
       accepted: those accepted, after the cut at end tokens and limits.
-      log_probs: of the offered drafts; empty tuples where the policy has no use for them.
+      log_probs: of the drafts that were queued, offered or not; empty tuples where the policy has no use for them.
     """
 
     width: int

@@ -167,13 +167,16 @@ class Survival:
         accepted, reached = ([[x * keep for x in row] for row in rows] for rows in (state.accepted, state.reached))
         conditional = list(state.conditional)
         for offered, a, log_probs in zip(outcome.offered, outcome.accepted, outcome.log_probs, strict=True):
-            estimates = self.acceptance(state, log_probs[:offered])
             for j in range(min(offered, a + 1)):
                 b = bisect.bisect(BIN_EDGES, log_probs[j])
                 reached[j][b] += 1
                 accepted[j][b] += j < a
-                conditional[j] += (estimates[j] - conditional[j]) / _MEMORY
-        full = max(outcome.offered, default=0) >= self.num_drafts
+            # Over all that were queued: those that were verified are the likely ones, and would flatter depth.
+            weight = 1 / _MEMORY
+            for j, estimate in enumerate(self.acceptance(state, log_probs)):
+                conditional[j] += weight * (estimate - conditional[j])
+                weight *= estimate  # of reaching the next
+        full = max(map(len, outcome.log_probs), default=0) >= self.num_drafts
         return SurvivalState(
             tuple(map(tuple, accepted)), tuple(map(tuple, reached)), tuple(conditional), 0 if full else state.since + n
         )

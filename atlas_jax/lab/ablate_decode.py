@@ -15,8 +15,9 @@ from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Request
 from atlas_jax.depth.policies import Fixed, Ladder, Off, Policy
 from atlas_jax.lab.ablate import AA, PLAIN, Cell, Row, append_rows, parse_grid, read_rows
-from atlas_jax.lab.bench import BenchError, build_engine, measure_engine
+from atlas_jax.lab.bench import BenchError, measure_engine
 from atlas_jax.lab.cost import CostTable, model_id
+from atlas_jax.lab.measure_cost import Plan, engine_config
 from atlas_jax.lab.simulate import Load, simulate
 from atlas_jax.lab.trace import Trace, write_records
 from atlas_jax.model.mixers import Params
@@ -85,7 +86,9 @@ def validate(
     policies, checks = arms(grid, num_drafts), []
     for cell in cells:
         load = Load(cell.concurrency, requests=max(cell.concurrency, LEAST))
-        found = simulate(policies[cell.ladder], costs, traces[cell.regime], load)
+        # The measured engine had one batch bucket.
+        own = dataclasses.replace(costs, steps=tuple(step for step in costs.steps if step.n == cell.concurrency))
+        found = simulate(policies[cell.ladder], own, traces[cell.regime], load)
         speeds = (cell.tok_s_median, cell.tok_s_min, cell.tok_s_max, found.decode_tok_s)
         checks.append(Check(cell.ladder, cell.concurrency, cell.regime, *speeds))
     return checks
@@ -98,20 +101,21 @@ def ablate_decoded(
     cfg: ModelConfig,
     requests: Mapping[str, Sequence[Request]],
     grid: Sequence[str],
-    concurrencies: Sequence[int],
+    plan: Plan,
     *,
     repetitions: int = 3,
-    num_drafts: int = 3,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
-    """All rows of a grid, all arms interleaved; repetitions that the CSV has whole are not run again.
+    """All rows of a grid at the plan's widths, all arms interleaved; repetitions that the CSV has are not run again.
+
+    The engines are those whose steps the plan measures: one batch bucket each, drains padded to it.
 
     Raises `BenchError` where an arm's tokens are not plain's: no speed is compared then.
     """
-    policies = arms(grid, num_drafts)
+    policies = arms(grid, plan.deepest)
     have = {row.key: row for row in read_rows(path)}
     key = lambda regime, c, arm, repetition: (source, regime, c, arm, repetition)
-    for c in concurrencies:
+    for c in plan.widths:
         missing = [
             (regime, repetition)
             for repetition in range(repetitions)
@@ -121,7 +125,8 @@ def ablate_decoded(
         if not missing:
             say(f"concurrency {c}: measured before")
             continue
-        engine, seconds = build_engine(params, cfg, c, list(policies.values()), _context(requests))
+        engine = Engine(params, cfg, engine_config(c, plan, np.float32, _context(requests)), Off())
+        seconds = engine.warmup(policies.values())
         say(f"concurrency {c}: compiled in {seconds:.0f} s")
         for regime, repetition in missing:
             own = requests[regime][: max(c, LEAST)]
@@ -140,7 +145,7 @@ def ablate_decoded(
     return [
         have[key(regime, c, arm, repetition)]
         for regime in requests
-        for c in concurrencies
+        for c in plan.widths
         for arm in policies
         for repetition in range(repetitions)
     ]

@@ -19,6 +19,7 @@ from atlas_jax.config import ModelConfig
 from atlas_jax.decode.requests import Request
 from atlas_jax.depth.policies import Policy
 from atlas_jax.lab.bench import BenchError, Comparison, build_engine, compare, near_tie, with_plain
+from atlas_jax.lab.text_table import text_table
 from atlas_jax.model.mixers import Params
 
 PROBE_TOKENS = 24
@@ -218,6 +219,20 @@ def versus(
         hf_threads=threads,
         note=found.note,
     )
+
+
+def table(rows: Sequence[Versus]) -> str:
+    """The rows for people."""
+    header = ("regime", "policy", "x transformers", "range", "tok/s", "theirs", "x, whole request", "equal", "excused")
+    cells = [
+        (
+            *(row.regime, row.policy, row.ratio_to_hf),
+            "-" if row.ratio_min is None else f"{row.ratio_min:.2f}-{row.ratio_max:.2f}",
+            *(row.tok_s, row.hf_tok_s, row.request_ratio_to_hf, "yes" if row.equal else f"NO: {row.note}", row.excused),
+        )
+        for row in rows
+    ]
+    return text_table(header, cells)
 
 
 def _decode_rate(answers: Sequence[Answer]) -> float:

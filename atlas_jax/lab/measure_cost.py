@@ -111,7 +111,7 @@ def measure_costs(
             continue
         steps = [s for s in steps if s.n != width]
         began = time.perf_counter()
-        engine = Engine(params, cfg, _config(width, plan, dtype), Off())
+        engine = Engine(params, cfg, engine_config(width, plan, dtype), Off())
         engine.warmup(plan.arms)
         say(f"{width} sequences: compiled in {time.perf_counter() - began:.0f} s")
         for context in plan.contexts:
@@ -129,12 +129,14 @@ def measure_costs(
     return table
 
 
-def _config(width: int, plan: Plan, dtype: Any) -> EngineConfig:
+def engine_config(width: int, plan: Plan, dtype: Any, context: int = 0) -> EngineConfig:
+    """Of the engine that is measured: one batch bucket, every depth, room for `context` tokens if that is more."""
     return EngineConfig(
         slots=width,
-        context=max(plan.contexts) + plan.room,
+        context=max(context, max(plan.contexts) + plan.room),
         max_drafts=plan.deepest,
         buckets=BucketConfig(n=(width,), k=tuple(range(1, plan.deepest + 2))),
+        prefill=tuple(w for w in EngineConfig.prefill if w <= max(plan.contexts)) or EngineConfig.prefill[:1],
         prefill_tokens=width * max(plan.contexts),
         dtype=dtype,
     )

@@ -70,12 +70,12 @@ def _winner(points: Points, x: float) -> str:
 
 def break_even(ax: Axes, points: Sequence[tuple[str, float, float]], title: str) -> None:
     """Token ratio against cost ratio of a rung: above the diagonal it pays. `points` are (name, cost, tokens)."""
-    reach = [x for _, *both in points for x in both]
-    low, high = 0.97 * min(1.0, *reach), 1.03 * max(reach)
+    reach = [1.0, *(x for _, *both in points for x in both)]
+    low, high = 0.97 * min(reach), 1.03 * max(reach)
     ax.plot([low, high], [low, high], color="black", lw=1)
     ax.fill_between([low, high], [low, high], high, color="black", alpha=0.05, lw=0)
     for i, (name, cost, tokens) in enumerate(points):
-        ax.plot(cost, tokens, MARKERS[1 + i % 7], color=COLOURS[1 + i % 7], label=name)
+        ax.plot(cost, tokens, MARKERS[1 + i // 7 % 7], color=COLOURS[1 + i % 7], label=name)
     ax.text(0.04, 0.95, "depth pays", transform=ax.transAxes, va="top", color="0.35")
     ax.set(title=title, xlabel="cost ratio (step time, deep / shallow)", ylabel="token ratio (deep / shallow)")
     ax.set(xlim=(low, high), ylim=(low, high))
@@ -144,6 +144,6 @@ def by_context(
                 contexts, [d + shift for d in best], style, marker="o", ms=3, color=colour, label=f"{name}, n = {n}"
             )
     ax.set_xscale("log", base=2)
-    ax.set(title=title, xlabel="context (tokens)", ylabel="best number of drafts")
+    ax.set(title=title, xlabel="context (tokens)", ylabel="best number of drafts", yticks=range(4), ylim=(-0.3, 3.4))
     ax.legend(frameon=False, fontsize=7, ncols=2)
     return found

@@ -165,9 +165,8 @@ def simulate(
         steps += 1
         depths[propose] = depths.get(propose, 0) + 1
         if state is not None:
-            verify = decision.verify
-            told = [a.answer.log_probs[a.at][:v] if informed else () for a, v in zip(active, verify, strict=True)]
-            state = policy.observe(state, Outcome(n, verify, tuple(accepted), tuple(told)))
+            told = [a.answer.log_probs[a.at][: a.drafts] if informed else () for a in active]
+            state = policy.observe(state, Outcome(n, decision.verify, tuple(accepted), tuple(told)))
         for a in active:
             a.at += a.pending + 1
             a.drafts = k

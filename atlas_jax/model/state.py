@@ -17,13 +17,14 @@ class GdnCache(NamedTuple):
     """One GDN layer.
 
     Attributes:
-      state: recurrent states after the last folded row, at least float32.
+      state: recurrent states after the last folded row, at least float32. With snapshots `[S, K, Hv, Dk, Dv]`, one
+        after each row of the last step (`rollback.py`).
       window: the last `W - 1` folded rows before the convolution, then up to `P` pending rows (drafts accepted by the
         last step, not yet folded). A row is `(q | k | v | b | a)` as projected, in the activation dtype: all that
         folding it later needs. How many of the `P` rows are live is the sequence's `pending` count.
     """
 
-    state: Float[Array, "S Hv Dk Dv"]
+    state: Float[Array, "S *snapshots Hv Dk Dv"]
     window: Float[Array, "S W-1+P C+2Hv"]
 
 
@@ -48,16 +49,27 @@ class ModelState(NamedTuple):
 
 
 def init_state(
-    cfg: ModelConfig, *, slots: int, length: int, max_drafts: int, dtype: jnp.dtype, head: bool
+    cfg: ModelConfig,
+    *,
+    slots: int,
+    length: int,
+    max_drafts: int,
+    dtype: jnp.dtype,
+    head: bool,
+    snapshots: bool = False,
 ) -> ModelState:
-    """An empty state of `slots` sequences of up to `length` positions and `max_drafts` pending rows."""
+    """An empty state of `slots` sequences of up to `length` positions and `max_drafts` pending rows.
+
+    `snapshots` keeps a recurrent state for each row of a step.
+    """
     wide = jnp.promote_types(dtype, jnp.float32)
+    states = (slots, max_drafts + 1) if snapshots else (slots,)
 
     def layer(kind: str) -> LayerCache:
         if kind == "attention":
             return KvCache(jnp.zeros((slots, 2, cfg.kv_heads, length, cfg.head_dim), dtype))
         return GdnCache(
-            jnp.zeros((slots, cfg.gdn_value_heads, cfg.gdn_key_dim, cfg.gdn_value_dim), wide),
+            jnp.zeros((*states, cfg.gdn_value_heads, cfg.gdn_key_dim, cfg.gdn_value_dim), wide),
             jnp.zeros((slots, cfg.conv_width - 1 + max_drafts, cfg.conv_channels + 2 * cfg.gdn_value_heads), dtype),
         )
 

@@ -17,8 +17,10 @@ from atlas_jax.kernels.backends import Kernels
 from atlas_jax.kernels.cache_attention import cache_attention, write_cache
 from atlas_jax.kernels.gdn_chunk import gdn_chunk
 from atlas_jax.kernels.gdn_step import gdn_step
+from atlas_jax.model import rollback
 from atlas_jax.model.attention import causal_attention
 from atlas_jax.model.mixers import Params, delta_inputs
+from atlas_jax.model.rollback import Rollback
 from atlas_jax.model.state import GdnCache, KvCache
 
 
@@ -81,7 +83,8 @@ class Prefill:
         live = jnp.arange(self.width)[None, :] < self.num_rows[:, None]
         fresh = self.start == 0
         window = cache.window.at[self.slots].get(mode="fill", fill_value=0)
-        state = cache.state.at[self.slots].get(mode="fill", fill_value=0)
+        pool, first = rollback.by_state(cache.state, self.slots)
+        state = pool.at[first].get(mode="fill", fill_value=0)
         state = jnp.where(fresh[:, None, None, None], 0, state)
         before = jnp.where(fresh[:, None, None], 0, window[:, :taps])
         history = jnp.concatenate([before, jnp.where(live[..., None], rows, 0)], axis=1)
@@ -89,9 +92,8 @@ class Prefill:
         out, state = gdn_chunk(state, q, k, v, g, beta, live, **self.kernels.options("gdn_chunk"))
         # The newest `W - 1` live rows: the slice that starts `num_rows` into history.
         newest = jax.vmap(lambda h, n: jax.lax.dynamic_slice_in_dim(h, n, taps))(history, self.num_rows)
-        return out, GdnCache(
-            cache.state.at[self.slots].set(state, mode="drop"), _store_window(cache.window, self.slots, newest)
-        )
+        pool = pool.at[first].set(state, mode="drop")
+        return out, GdnCache(pool.reshape(cache.state.shape), _store_window(cache.window, self.slots, newest))
 
     def attend(
         self,
@@ -117,10 +119,12 @@ class Step:
       slots: slot of each sequence; the number of slots itself marks a padding sequence.
       lengths: committed positions before this step (row 0 is written there).
       num_rows: live rows per sequence.
-      pending: accepted drafts of the last step that the GDN state has not absorbed, at most `K - 1`.
+      pending: accepted drafts of the last step that the window (deferred: the GDN state too) has not absorbed, at most
+        `K - 1`.
       grid_to_flat: `[N, K]` flat row of each grid cell, `R` for cells that no row fills.
       flat_to_grid: `[R]` grid cell `n * K + j` of each flat row, `N * K` for padding rows.
       ragged: false where `R == N * K`, then flat rows are the grid and nothing is gathered.
+      rollback: what becomes of the GDN state; what `recur` returns under "recompute" still needs `rollback.commit`.
     """
 
     slots: Int[Array, " N"]
@@ -131,6 +135,7 @@ class Step:
     flat_to_grid: Int[Array, " R"]
     ragged: bool
     kernels: Kernels = Kernels()
+    rollback: Rollback = "deferred"
 
     @property
     def grid_positions(self) -> Int[Array, "N K"]:
@@ -165,14 +170,15 @@ class Step:
         # Made once: fused into each of its readers, they would all read the pool, and XLA then copies the whole pool
         # before it is written.
         history = jax.lax.optimization_barrier(history)
-        q, k, v, g, beta = delta_inputs(params, cfg, history)
-        queries = q[:, width - 1 :]
-        options = self.kernels.options("gdn_step")
-        out, state = gdn_step(
-            cache.state, self.slots, queries, k, v, g, beta, self.pending, self.num_rows, **options
-        )
-        # Row 0 is folded now, so the window ends with it; the drafts behind it become the next pending rows.
-        return self.to_flat(out), GdnCache(state, _store_window(cache.window, self.slots, history[:, width:]))
+        # Only a deferred state still needs the pending rows themselves.
+        needed = history if self.rollback == "deferred" else history[:, width - 1 :]
+        q, k, v, g, beta = delta_inputs(params, cfg, needed)
+        inputs, counts = (q[:, -width:], k, v, g, beta), (self.pending, self.num_rows)
+        out, state = rollback.advance(self.rollback, cache.state, self.slots, *inputs, *counts, self.kernels)
+        # The window ends with row 0; the drafts behind it become the next pending rows.
+        flat = self.to_flat(out)
+        window = _store_window(cache.window, self.slots, history[:, width:])
+        return flat, GdnCache(state, window)  # type: ignore[arg-type]  # `Unfolded` until the step commits
 
     def attend(
         self,
@@ -216,11 +222,15 @@ def materialize(
     pending: Int[Array, " N"],
     fold: int,
     kernels: Kernels = Kernels(),
+    how: Rollback = "deferred",
 ) -> GdnCache:
     """Fold the pending rows (at most `fold`) of `slots` into their states; afterwards nothing is pending."""
     taps = cfg.conv_width - 1
     window = cache.window.at[slots].get(mode="fill", fill_value=0)
     history = align_pending(window, taps, fold, pending)
+    if how != "deferred":
+        state = rollback.settle(cache.state, slots, pending) if how == "snapshot" else cache.state
+        return GdnCache(state, _store_window(cache.window, slots, history[:, fold:]))
     padded = jnp.pad(history, ((0, 0), (0, 1), (0, 0)))  # gdn_step expects a row 0; it is dead here
     q, k, v, g, beta = delta_inputs(params, cfg, padded)
     rows = jnp.zeros_like(pending)

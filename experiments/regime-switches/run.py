@@ -17,11 +17,11 @@ from atlas_jax.lab.tables import find_costs, find_trace
 from atlas_jax.lab.trace import Trace
 
 HERE = Path(__file__).parent
-# Costs, concurrency, simulated seconds: five blocks of either regime and more.
+# Costs, concurrency, simulated seconds: four blocks of text and more.
 CASES = (
-    ("gb10-27b", 16, 1500.0),
-    ("roofline/qwen3.5-35b-a3b/h200", 8, 60.0),
-    ("roofline/qwen3.5-35b-a3b/h200", 32, 40.0),
+    ("gb10-27b", 16, 800.0),
+    ("roofline/qwen3.5-35b-a3b/h200", 8, 40.0),
+    ("roofline/qwen3.5-35b-a3b/h200", 32, 24.0),
 )
 POLICIES = (
     *("plain", "fixed1", "fixed2", "fixed3", "ladder", "adaptive_rung", "adaptive_rung/probe_ticks=32"),
@@ -103,9 +103,9 @@ def draw(rows: list[tuple[Any, ...]], shown: dict[Any, dict[str, Result]]) -> No
         for i, policy in enumerate(("oracle", "survival", "adaptive_rung", "adaptive_rung/probe_ticks=32")):
             moments = shown[name, concurrency][policy].timeline[::20]
             times, depths = [m[0] for m in moments], [m[2] + 0.07 * (i - 1.5) for m in moments]
-            ax.plot(times, depths, lw=0.9, color=plots.COLOURS[i + 1], label=policy)
-        ax.set(title="switching", xlabel="simulated second", ylabel="drafts proposed")
-        ax.legend(frameon=False, fontsize=7)
+            ax.plot(times, depths, lw=1.1, color=plots.COLOURS[i + 1], label=policy)
+        ax.set(title="switching", xlabel="simulated second", ylabel="drafts proposed", yticks=range(4), ylim=(0, 3.9))
+        ax.legend(frameon=False, fontsize=7, ncols=2, loc="upper center")
     plots.save(figure, HERE / "plot.png")
 
 

@@ -96,7 +96,7 @@ def test_every_policy_keeps_its_word(name):
                     v for v, q in zip(decision.verify, queued, strict=True) if min(q.drafts, q.most) >= decision.propose
                 ]
                 assert set(full) <= {decision.propose}
-            told = tuple(chances[:v] for v in decision.verify)
+            told = (chances,) * n
             state = policy.observe(state, Outcome(n, decision.verify, tuple(v // 2 for v in decision.verify), told))
             hash(state)
 

@@ -97,6 +97,16 @@ def test_it_verifies_what_is_likely_and_looks_deep_now_and_then():
     assert policy.depths(16) == {0, 1, 2, 3}
 
 
+def test_drafts_that_were_pruned_count_too():
+    """Verifying only the likely ones of a batch must not make the text look easy."""
+    policy = Survival(Made())
+    state = policy.start()
+    for _ in range(800):
+        state = policy.observe(state, Outcome(2, (3, 0), (3, 0), ((-0.001,) * 3, (-5.0,) * 3)))
+    assert state.conditional[0] == pytest.approx(0.5, abs=0.1)  # of the second sequence, nothing was ever verified
+    assert state.conditional[2] > 0.9  # only the first gets that far
+
+
 def test_the_oracle_knows_and_says_where_it_does_not():
     oracle = Oracle(Made(), accept=(0.99,))
     assert not oracle.needs_log_probs

@@ -59,7 +59,8 @@ def build(name, ratio, tied):
     config = config_class(
         vocab_size=97,
         hidden_size=32,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
@@ -95,7 +96,7 @@ def case(request, tmp_path_factory):
     """Their model, the directory that they wrote, and what is read from it."""
     model = build(*request.param)
     directory = tmp_path_factory.mktemp("theirs") / "model"
-    model.save_pretrained(directory, max_shard_size="20KB")
+    model.save_pretrained(directory, max_shard_size="8KB")
     return model, directory, import_model(directory, allow_missing=True)
 
 

@@ -5,7 +5,7 @@ import builtins
 import pytest
 
 from atlas_jax.config import ModelConfig
-from atlas_jax.lab.against_hf import Answer, Reference, versus
+from atlas_jax.lab.against_hf import Answer, Reference, table, versus
 from atlas_jax.lab.bench import BenchError, Comparison
 
 OURS = [[Answer((1, 2, 3, 4, 5), 2, 1.0, 2.0)], [Answer((1, 2, 3, 4, 5), 1, 1.0, 3.0)]]
@@ -18,10 +18,12 @@ def test_rates_are_of_what_came_after_the_first_step():
     assert (row.ratio_to_hf, row.ratio_min, row.ratio_max) == (1.75, 0.5, 3.0)
     assert row.request_ratio_to_hf == round((3 + 2 / 3) / 2, 4)
     assert row.equal and row.repetitions == 2
+    assert "0.50-3.00" in table([row]) and "yes" in table([row])
 
 
 def test_other_tokens_have_no_speed():
     row = versus("prose", "fixed1", OURS, THEIRS, Comparison(compared=10, unexcused=1), 1)
+    assert "NO: 1 divergences" in table([row])
     assert not row.equal and "no near tie excuses" in row.note
     assert {row.tok_s, row.hf_tok_s, row.ratio_to_hf, row.ratio_min, row.ratio_max, row.request_ratio_to_hf} == {None}
 

@@ -150,3 +150,10 @@ def test_what_is_no_trace_is_refused(tmp_path):
     for bad in ((), (0.5, 1.0)):
         with pytest.raises(TraceError, match="between 0 and 1"):
             Regime("bad", bad)
+
+
+def test_the_recorded_trace_that_ships_can_be_read():
+    """And its regimes differ: tool calls are easier at every depth that it was much read at."""
+    prose, tools = (find_trace(f"small:{label}") for label in ("prose", "tools"))
+    assert prose.depth == tools.depth == 4 and prose.model == tools.model != ""
+    assert all(a < b for a, b in zip(prose.acceptance()[:3], tools.acceptance()[:3], strict=True))

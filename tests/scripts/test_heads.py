@@ -35,7 +35,7 @@ def test_a_head_is_trained_kept_and_taken_up_again(model, offline, answers, tmp_
 
     monkeypatch.setattr(heads, "acceptance", judged)
     before = (model / "model.safetensors").read_bytes()
-    options = dict(model=model, run=tmp_path, length=64, batch=2, chains=8, depth=2, warmup=2, save_every=3)
+    options = dict(model=model, run=tmp_path, length=64, batch=2, chains=8, depth=1, warmup=2, save_every=3, muon=False)
     options |= dict(log_every=1, held_out=1, skip_held_out=0, slots=1, draft_vocab=300, json=True)
     config = lambda **more: train_head.Config(data=(answers,), **(options | more))
     train_head.main(config(steps=3))

@@ -17,20 +17,20 @@ import jax
 import numpy as np
 import orbax.checkpoint  # noqa: F401 (imported before the forks)
 from tiny_models import TINY
+from train.models import random_params
 
-from atlas_jax.model.modules import Model  # noqa: F401
-from atlas_jax.train import heads, hiddens
+from atlas_jax.train import hiddens
 from atlas_jax.train.loop import Run, Schedule, train
 from atlas_jax.train.losses import cross_entropy
 from atlas_jax.train.unroll import Rows, Unroll, head_loss
 
-STEPS = 16
+STEPS = 10
 
 
 def run(folder: Path, pause: float) -> str:
     """The whole run, or what is left of it; a digest of the trained head."""
     rng = np.random.default_rng(0)
-    head = heads.fresh_head(TINY, 0)
+    head = random_params(TINY)["mtp"]
     base = {"embed": rng.standard_normal((TINY.vocab_size, TINY.hidden_size)).astype(np.float32)}
     shape = (16, 12)
     cache = hiddens.HiddenCache(
@@ -49,7 +49,7 @@ def run(folder: Path, pause: float) -> str:
         return rows(i)
 
     loss = lambda head, base, *batch: head_loss(
-        {**base, "mtp": head}, TINY, Rows(*batch), how=Unroll(2), measure=cross_entropy
+        {**base, "mtp": head}, TINY, Rows(*batch), how=Unroll(1), measure=cross_entropy
     )
     jax.config.update("jax_compilation_cache_dir", str(folder.parent / "compiled"))  # restarts compile nothing
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -9,6 +9,8 @@ import pytest
 from tiny_models import TINY
 
 from atlas_jax.config import MoEConfig
+from atlas_jax.model.trunk import logits, trunk
+from atlas_jax.model.views import Full
 from atlas_jax.presets import PRESETS, abstract_params, preset
 from atlas_jax.weights import hf
 from atlas_jax.weights.hf import CheckpointTensors, params_from_hf, plan_import, read_params
@@ -233,3 +235,21 @@ def test_what_is_ignored_has_a_reason():
     tensors["lm_head.weight"][0] += 1
     with pytest.raises(WeightError, match=r"ties the embeddings and 'lm_head\.weight' differs"):
         plan_import(tensors, cfg)
+
+
+def test_a_tied_lm_head_is_the_embedding():
+    """One buffer: its gradient is the sum of what the embedding and an equal LM head of its own would get."""
+    cfg = dataclasses.replace(TINY, tie_embeddings=True, mtp_layers=0)
+    params = params_from_hf(random_tensors(cfg, Naming()), cfg)
+    tokens = np.arange(6)[None]
+    view = Full(np.arange(6)[None])
+
+    def loss(params):
+        return (logits(params, trunk(params, cfg, tokens, view)[0]) ** 2).sum()
+
+    together, apart = jax.jit(lambda a, b: (jax.grad(loss)(a), jax.grad(loss)(b)))(
+        params, params | {"lm_head": params["embed"].copy()}
+    )
+    expected = apart["embed"] + apart["lm_head"]
+    assert np.abs(apart["lm_head"]).max() > 0 and np.abs(apart["embed"]).max() > 0
+    np.testing.assert_allclose(together["embed"], expected, atol=1e-4 * np.abs(expected).max())
