@@ -13,7 +13,7 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     (tmp_path / "example.py").write_text(example)
     names = runpy.run_path(str(tmp_path / "example.py"))
-    assert names["result"].ints.shape == (1, 2)
-    assert int(names["result"].ints[0, 0]) == 1
+    assert names["result"].ints.shape == (1, 1, 3)
+    assert int(names["result"].ints[0, 0, 0]) == 1
     assert len(names["answer"].tokens) > 10
     assert "tokens a step" in capsys.readouterr().out

@@ -11,6 +11,7 @@ import csv
 import dataclasses
 import functools
 import math
+import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -190,7 +191,7 @@ def ablate_simulated(
     missing = [job for job in wanted if key(job) not in have]
     say(f"{len(wanted)} runs, {len(wanted) - len(missing)} of them done before")
     if missing:
-        with ProcessPoolExecutor(max_workers=processes) as pool:
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:  # JAX may run here
             for i, row in enumerate(pool.map(run_job, missing, chunksize=4), start=1):
                 append_rows(path, [row])
                 have[row.key] = row

@@ -43,7 +43,8 @@ class Cell:
         repetitions, with `ms_low` and `ms_high` the quartiles.
       equal: tokens are those of plain decode under the first rollback, but for excused near ties (`lab.bench`).
       ratio: of the median ms of a repetition to that of the first rollback in it; median, with least and most. The
-        range is that of one process: another may lie outside it (0.74 once and 0.98 again, on a CPU), so repeat the process.
+        range is that of one process: another may lie outside it (0.74 once and 0.98 again, on a CPU), so repeat the
+        process.
       pool_bytes: what the recurrent states of all n slots take in memory, at the deepest depth measured.
       temp_bytes: temporaries of the step's program.
       steps, tok_step: how many steps were timed, and tokens per sequence in them.

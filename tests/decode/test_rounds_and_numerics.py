@@ -10,6 +10,7 @@ import pytest
 from atlas_jax.decode.buckets import BucketConfig
 from atlas_jax.decode.config import EngineConfig
 from atlas_jax.decode.engine import Engine
+from atlas_jax.decode.plan import Bucket
 from atlas_jax.decode.requests import Request
 from atlas_jax.decode.sampling import Sampling
 from atlas_jax.depth.policies import Fixed, Off
@@ -63,10 +64,10 @@ def test_rounds_change_nothing_but_the_number_of_calls(tiny, policy):
             for completion in done:
                 assert len(completion.log_probs) == len(completion.tokens)
             if rounds == 1:
-                one = len([c for c in calls if not isinstance(c, (int, str))])
+                one = len([c for c in calls if isinstance(c, Bucket)])
                 assert one == steps
             else:
-                assert len([c for c in calls if not isinstance(c, (int, str))]) < 0.6 * one
+                assert len([c for c in calls if isinstance(c, Bucket)]) < 0.6 * one
         assert found[1] == found[6]
 
 
@@ -98,11 +99,11 @@ def test_the_host_keeps_its_say(tiny):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_invariant_numerics_are_bit_equal(tiny, dtype):
     """Tokens and log-probabilities, plain against speculative with drafts of every quality, no bit of difference; in
-    the fast numerics the same comparison does differ."""
+    the fast numerics the same comparison does differ (in float32: a bfloat16 logit hides it)."""
     cfg, params = tiny
     asked = requests(9, log_probs=True)
     differ = {}
-    for numerics in ("invariant", "fast"):
+    for numerics in ("invariant", "fast") if dtype == jnp.float32 else ("invariant",):
         engine = Engine(params, cfg, EngineConfig(**GRID, numerics=numerics, dtype=dtype), Off())
         engine.warmup([Off(), Fixed(3)])
         plain = engine.generate(asked)
@@ -119,8 +120,6 @@ def test_invariant_numerics_are_bit_equal(tiny, dtype):
             for a, b in zip(engine.generate(asked), plain, strict=True):
                 differ[numerics] += (a.tokens, a.log_probs) != (b.tokens, b.log_probs)
         if numerics == "invariant":
-            assert {type(key) for key in engine.programs.compiled} and len(
-                [key for key in engine.programs.compiled if not isinstance(key, (int, str))]
-            ) == 1
+            assert sum(isinstance(key, Bucket) for key in engine.programs.compiled) == 1
     assert differ["invariant"] == 0
-    assert differ["fast"] > 0
+    assert differ.get("fast", 1) > 0

@@ -215,10 +215,6 @@ def test_head_entries_are_what_the_head_caches(dump):
 
 def test_export_is_the_inverse_of_import(dump):
     cfg, params, _ = dump
-    if cfg.family == "qwen3_next":
-        with pytest.raises(ValueError, match="read only"):
-            params_to_hf(params, cfg)
-        return
     tensors = params_to_hf(params, cfg)
     again = params_to_hf(params_from_hf(tensors, cfg), cfg)
     assert tensors.keys() == again.keys()

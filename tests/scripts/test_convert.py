@@ -45,7 +45,7 @@ def test_convert_reports_every_tensor_and_writes_a_copy(tmp_path, capsys):
     assert (result["tensors_used"], result["tensors_ignored"], result["tensors_missing"]) == (len(source) - 1, 1, 0)
     assert result["bytes"] == source.nbytes - source.entries["model.visual.x"].nbytes
     assert result["ignored"] == {"vision tower": 1}
-    assert 0 < result["raw_read_seconds"] < result["seconds"] and result["peak_rss_mb"] > result["rss_before_mb"] > 10
+    assert 0 < result["raw_read_seconds"] < result["seconds"] and result["peak_rss_mb"] >= result["rss_before_mb"] > 10
     assert set(Shards(tmp_path / "copy")) == set(source)
     with pytest.raises(WeightError, match="exists; name a new directory"):
         convert.main(config)
