@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atlas_jax.decode.engine import Engine, EngineConfig
+from atlas_jax.decode.config import EngineConfig
+from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Request
 from atlas_jax.decode.sampling import Sampling
 from atlas_jax.depth.policies import parse_policy

@@ -18,7 +18,8 @@ import numpy as np
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.decode.buckets import BucketConfig
-from atlas_jax.decode.engine import Engine, EngineConfig
+from atlas_jax.decode.config import EngineConfig
+from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Request
 from atlas_jax.decode.telemetry import Acceptance
 from atlas_jax.depth.policies import Off, Policy
@@ -28,6 +29,7 @@ from atlas_jax.model.views import Full
 
 TIE_BOUND = 1e-4  # a divergence at a smaller gap between plain's two best logits is rounding (float32)
 MAX_EXCUSED_RATE = 1e-4  # of compared tokens; more than that is no rounding any more
+ROUNDS = 8  # most steps in one call: a call costs as much as a step of a small model, and plain is to be at its best
 SCORING_WIDTH = 128  # rows of the forward that settles a divergence are padded to a multiple
 
 Tokens = Sequence[int]
@@ -195,9 +197,8 @@ def build_engine(
     buckets = BucketConfig(
         n=tuple(2**i for i in range((concurrency - 1).bit_length() + 1)), k=tuple(range(1, drafts + 2))
     )
-    engine = Engine(
-        params, cfg, EngineConfig(slots=concurrency, context=context, max_drafts=drafts, buckets=buckets), policies[0]
-    )
+    sizes = EngineConfig(slots=concurrency, context=context, max_drafts=drafts, buckets=buckets, rounds=ROUNDS)
+    engine = Engine(params, cfg, sizes, policies[0])
     return engine, engine.warmup(policies)
 
 

@@ -21,7 +21,8 @@ import numpy as np
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.decode.buckets import BucketConfig
-from atlas_jax.decode.engine import Engine, EngineConfig
+from atlas_jax.decode.config import EngineConfig
+from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Request
 from atlas_jax.depth.policies import Fixed, Off, Policy
 from atlas_jax.lab.cost import CostError, CostTable, StepTime, model_id

@@ -17,7 +17,8 @@ import numpy as np
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.decode.buckets import BucketConfig
-from atlas_jax.decode.engine import Engine, EngineConfig
+from atlas_jax.decode.config import EngineConfig
+from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.plan import Bucket, Plan
 from atlas_jax.decode.requests import Request
 from atlas_jax.depth.policies import Off, Policy

@@ -16,7 +16,8 @@ from flax import nnx
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.decode.buckets import BucketConfig
-from atlas_jax.decode.engine import Engine, EngineConfig
+from atlas_jax.decode.config import EngineConfig
+from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Completion, Request
 from atlas_jax.decode.telemetry import Acceptance
 from atlas_jax.depth.policies import Fixed, Off, Policy

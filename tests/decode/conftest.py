@@ -8,7 +8,8 @@ from flax import nnx
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.decode.buckets import BucketConfig
-from atlas_jax.decode.engine import Engine, EngineConfig
+from atlas_jax.decode.config import EngineConfig
+from atlas_jax.decode.engine import Engine
 from atlas_jax.model.modules import Model
 
 TINY = ModelConfig(

@@ -11,7 +11,8 @@ import pytest
 from engine_checks import EVERY_SWITCH, SCRIPTS, check_states, scripted, whole
 
 from atlas_jax.decode.buckets import BucketConfig
-from atlas_jax.decode.engine import Engine, EngineConfig
+from atlas_jax.decode.config import EngineConfig
+from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.plan import Bucket
 from atlas_jax.decode.requests import Request, RequestError
 from atlas_jax.decode.sampling import Sampling

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from atlas_jax.decode.engine import Engine, EngineConfig
+from atlas_jax.decode.config import EngineConfig
+from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Request
 from atlas_jax.depth.policies import Fixed
 from atlas_jax.kernels.backends import BackendError, Kernels

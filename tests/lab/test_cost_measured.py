@@ -9,7 +9,8 @@ import pytest
 from tiny_models import TINY
 
 from atlas_jax.decode.buckets import BucketConfig
-from atlas_jax.decode.engine import Engine, EngineConfig
+from atlas_jax.decode.config import EngineConfig
+from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Request
 from atlas_jax.depth.policies import Advice, Off, parse_policy
 from atlas_jax.lab import ablate_decode, measure_cost

@@ -10,7 +10,8 @@ import tiny_models
 from flax import nnx
 
 from atlas_jax.decode.buckets import BucketConfig
-from atlas_jax.decode.engine import Engine, EngineConfig
+from atlas_jax.decode.config import EngineConfig
+from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Request
 from atlas_jax.decode.sampling import Sampling
 from atlas_jax.depth.policies import Fixed
