@@ -1,20 +1,24 @@
 # Every target sets up .venv by itself; once that is done the check costs a few hundredths of a second.
 #   make test PYTEST_ARGS="-k ladder"     make demo ARGS="--help"     make setup PYTHON=python3.12
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint gate demo bench ablate corpora clean
+.PHONY: help setup test test-hf lint gate demo bench ablate corpora clean
 
 PY := .venv/bin/python
 PYTEST_ARGS ?=
 ARGS ?=
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## */  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## */  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 setup:  ## create or refresh .venv (PYTHON= names an interpreter)
 	@bash scripts/setup_venv.sh
 
 test: setup  ## run the tests (PYTEST_ARGS= adds arguments)
 	$(PY) -m pytest -q -n 2 $(PYTEST_ARGS)
+
+test-hf:  ## parity with transformers, in an environment of its own (torch, and the oldest jax that this supports)
+	@bash scripts/setup_hf.sh
+	.cache/hf/bin/python -m pytest -q tests/hf/parity.py $(PYTEST_ARGS)
 
 lint: setup  ## ruff and mypy
 	$(PY) -m ruff check .
