@@ -8,7 +8,6 @@ All of it is data: a batch in which nobody asks for anything costs one branch no
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -120,106 +119,114 @@ class Controls(NamedTuple):
         return (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Background:
-    """What scores of R rows are adjusted by beside the controls. Each is made only inside the branch that needs it.
+class Tables(NamedTuple):
+    """Pools by slot that sampling reads, none of them in a batch where nobody asks for anything."""
+
+    text: Int[Array, "S L"]
+    bias: Float[Array, "S V"]
+    masks: UInt32[Array, "S K V/32"]
+
+
+class Places(NamedTuple):
+    """Where R rows stand in their sequences.
 
     Attributes:
-      counts: `[R, V]` int32 each: how often a token stands in the row's history, and in the answer part of it.
-      bias: `[R, V]` additive.
-      allowed: `[R, V]` boolean; None where rows have no tables (drafts).
+      slots: of the sequence; `S` for padding.
+      positions: absolute position of the token to pick.
+      lengths, prompts: committed positions, and tokens of the prompt: what stands behind it is answer.
+      more: tokens behind the committed ones, and `live` those of them that stand before the row.
+      mask: which of the slot's masks holds for the row; -1 for none.
     """
 
-    counts: Callable[[], tuple[Int[Array, "R V"], Int[Array, "R V"]]]
-    bias: Callable[[], Float[Array, "R V"]]
-    allowed: Callable[[], Bool[Array, "R V"]] | None
+    slots: Int[Array, " R"]
+    positions: Int[Array, " R"]
+    lengths: Int[Array, " R"]
+    prompts: Int[Array, " R"]
+    more: Int[Array, "R E"]
+    live: Bool[Array, "R E"]
+    mask: Int[Array, " R"]
 
 
 def pick(
     scores: Float[Array, "R V"],
     rows: Controls,
     wanted: Controls,
-    positions: Int[Array, " R"],
-    background: Background,
+    places: Places,
+    tables: Tables,
     ids: Int[Array, " V"] | None = None,
-    vocab: int = 0,
 ) -> Int[Array, " R"]:
-    """The token at each absolute position.
+    """The token at each place.
 
     The noise is a function of the request's key and of the token's absolute position alone, so a request draws the
     same token there with speculation on or off, at any depth, in any bucket, beside any neighbour. The draft head
     picks with the same noise: it then guesses the sample and not just the likeliest token.
 
     Args:
-      scores: over the whole vocabulary, or over the tokens `ids` of one of `vocab`.
+      scores: over the whole vocabulary, or over the tokens `ids` of it.
       rows: controls of each row (of a padding row anything).
-      wanted: controls of each sequence, padding ones neutral; which branches run follows from these.
+      wanted: controls of each sequence, padding ones neutral: whether anybody asks for anything follows from these.
     """
 
-    def special(scores: Array) -> Array:
-        whole = scores if ids is None else jnp.full((scores.shape[0], vocab), -jnp.inf).at[:, ids].set(scores)
-        shaped = shape_scores(whole, rows, wanted, background)
-        noisy = functools.partial(add_noise, rows=rows, positions=positions)
-        return _argmax(jax.lax.cond(wanted.samples.any(), noisy, lambda x: x, shaped))
+    def one(row: tuple[Array, Controls, Places]) -> Array:
+        scores, controls, place = row
+        shaped = shape_scores(spread(scores, ids, tables.bias.shape[1]), controls, place, tables)
+        return _argmax(add_noise(shaped[None], controls, place.positions)[0][None])[0]
 
     def greedy(scores: Array) -> Array:
         best = _argmax(scores)
         return best if ids is None else ids[best]
 
+    # Row by row: together, the arrays over the vocabulary would be the largest of the whole step.
+    special = lambda scores: jax.lax.map(one, (scores, rows, places))
     return jax.lax.cond(_special(wanted), special, greedy, scores)
 
 
 def probabilities(
-    scores: Float[Array, "R V"], rows: Controls, wanted: Controls, background: Background
+    scores: Float[Array, "R V"], rows: Controls, places: Places, tables: Tables, ids: Int[Array, " V"] | None = None
 ) -> Float[Array, "R V"]:
-    """The distribution that a row is drawn from: one-hot at the best token where it is greedy."""
+    """The distribution over the whole vocabulary that a row is drawn from: one-hot at the best token where greedy."""
 
-    def special(scores: Array) -> Array:
-        return shape_scores(scores, rows, wanted, background)
+    def one(row: tuple[Array, Controls, Places]) -> Array:
+        scores, controls, place = row
+        shaped = shape_scores(spread(scores, ids, tables.bias.shape[1]), controls, place, tables)
+        best = jax.nn.one_hot(_argmax(shaped[None])[0], shaped.shape[0], dtype=shaped.dtype)
+        return jnp.where(controls.samples, jax.nn.softmax(shaped), best)
 
-    shaped = jax.lax.cond(_special(wanted), special, lambda x: x, scores)
-    best = jax.nn.one_hot(_argmax(shaped), scores.shape[-1], dtype=scores.dtype)
-    return jnp.where(rows.samples[:, None], jax.nn.softmax(shaped, axis=-1), best)
+    return jax.lax.map(one, (scores, rows, places))
 
 
-def shape_scores(
-    scores: Float[Array, "R V"], rows: Controls, wanted: Controls, background: Background
-) -> Float[Array, "R V"]:
-    """Everything but the noise. Dropped tokens have a score of -inf."""
+def spread(scores: Float[Array, " V"], ids: Int[Array, " V"] | None, vocab: int) -> Float[Array, " V"]:
+    """Scores over tokens `ids` as scores over all of them; the others have -inf."""
+    return scores if ids is None else jnp.full(vocab, -jnp.inf, scores.dtype).at[ids].set(scores)
 
-    def bias(scores: Array) -> Array:
-        return scores + jnp.where(rows.biased[:, None] > 0, background.bias(), 0)
 
-    def penalties(scores: Array) -> Array:
-        seen, emitted = background.counts()
-        repeated = jnp.where(scores > 0, scores / rows.repetition[:, None], scores * rows.repetition[:, None])
-        scores = jnp.where((seen > 0) & (rows.repetition != 1)[:, None], repeated, scores)
-        scores = scores - rows.frequency[:, None] * emitted
-        return scores - jnp.where(emitted > 0, rows.presence[:, None], 0)
-
-    def masks(scores: Array) -> Array:
-        assert background.allowed is not None
-        return jnp.where((rows.masked[:, None] == 0) | background.allowed(), scores, -jnp.inf)
-
-    def temperature(scores: Array) -> Array:
-        scaled = scores / jnp.where(rows.samples, rows.temperature, 1)[:, None].astype(scores.dtype)
-        return jax.lax.cond(wanted.truncates.any(), lambda x: _truncate(x, rows), lambda x: x, scaled)
-
-    keep = lambda x: x
-    scores = jax.lax.cond((wanted.biased > 0).any(), bias, keep, scores)
-    scores = jax.lax.cond(wanted.penalises.any(), penalties, keep, scores)
-    if background.allowed is not None:
-        scores = jax.lax.cond((wanted.masked > 0).any(), masks, keep, scores)
-    return jax.lax.cond(wanted.samples.any(), temperature, keep, scores)
+def shape_scores(scores: Float[Array, " V"], row: Controls, place: Places, tables: Tables) -> Float[Array, " V"]:
+    """Everything but the noise, for one row (of `Controls` and `Places`). Dropped tokens have a score of -inf."""
+    vocab = scores.shape[0]
+    text = tables.text.at[place.slots].get(mode="fill", fill_value=0)
+    seen, emitted = token_counts(text, place.lengths, place.prompts, place.more, place.live, vocab)
+    bias = tables.bias.at[place.slots].get(mode="fill", fill_value=0)
+    scores = scores + jnp.where(row.biased > 0, bias, 0).astype(scores.dtype)
+    repeated = jnp.where(scores > 0, scores / row.repetition, scores * row.repetition).astype(scores.dtype)
+    scores = jnp.where((seen > 0) & (row.repetition != 1), repeated, scores)
+    scores = scores - (row.frequency * emitted + jnp.where(emitted > 0, row.presence, 0)).astype(scores.dtype)
+    words = tables.masks.at[place.slots, jnp.maximum(place.mask, 0)].get(mode="fill", fill_value=0)
+    bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    allowed = (bits.reshape(-1)[:vocab] > 0) | (row.masked == 0) | (place.mask < 0)
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    scores = scores / jnp.where(row.samples, row.temperature, 1).astype(scores.dtype)
+    cut = row.samples & row.truncates
+    return jax.lax.cond(cut, lambda x: _truncate(x, row), lambda x: x, scores)
 
 
 def add_noise(
     scores: Float[Array, "R V"], rows: Controls, positions: Int[Array, " R"], purpose: int = 0
 ) -> Float[Array, "R V"]:
     """Gumbel noise for the rows that sample: the argmax is then a draw from `softmax(scores)`."""
-    keys = noise_keys(rows.keys, positions, purpose)
+    samples = rows.samples.reshape(-1, 1)
+    keys = noise_keys(rows.keys.reshape(-1, 2), positions.reshape(-1), purpose)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:], scores.dtype))(keys)
-    return jnp.where(rows.samples[:, None], scores + noise, scores)
+    return jnp.where(samples, scores + noise, scores)
 
 
 def noise_keys(keys: UInt32[Array, "R 2"], positions: Int[Array, " R"], purpose: int = 0) -> Array:
@@ -233,51 +240,41 @@ def noise_keys(keys: UInt32[Array, "R 2"], positions: Int[Array, " R"], purpose:
 
 
 def token_counts(
-    text: Int[Array, "N S"],
-    lengths: Int[Array, " N"],
-    prompts: Int[Array, " N"],
-    more: Int[Array, "N E"],
-    live: Bool[Array, "N E"],
+    text: Int[Array, " L"],
+    length: Int[Array, ""],
+    prompt: Int[Array, ""],
+    more: Int[Array, " E"],
+    live: Bool[Array, " E"],
     vocab: int,
-) -> tuple[Int[Array, "N E V"], Int[Array, "N E V"]]:
-    """How often each token stands before a place, in all of the history and in the answer alone.
+) -> tuple[Int[Array, " V"], Int[Array, " V"]]:
+    """How often each token stands before a place: in all of the history, and in the answer alone.
 
-    Entry e counts `text[:lengths]` and `more[:e + 1]`, which continue it (dead ones are left out); the answer begins
-    at position `prompts`.
+    The history is `text[:length]` and, behind it, the live ones of `more`; the answer begins at position `prompt`.
     """
-
-    def count(tokens: Array, wanted: Array) -> Array:
-        at = jnp.where(wanted, tokens, vocab)
-        return jax.vmap(lambda row: jnp.zeros(vocab, jnp.int32).at[row].add(1, mode="drop"))(at)
-
-    place = jnp.arange(text.shape[1])[None]
-    before = place < lengths[:, None]
-    answer = before & (place >= prompts[:, None])
-    hot = jax.nn.one_hot(jnp.where(live, more, vocab), vocab, dtype=jnp.int32)
-    in_answer = lengths[:, None] + jnp.arange(more.shape[1])[None] >= prompts[:, None]
-    seen = count(text, before)[:, None] + jnp.cumsum(hot, axis=1)
-    emitted = count(text, answer)[:, None] + jnp.cumsum(hot * in_answer[..., None], axis=1)
-    return seen, emitted
+    place = jnp.concatenate([jnp.arange(text.shape[0]), length + jnp.arange(more.shape[0])])
+    there = jnp.concatenate([jnp.arange(text.shape[0]) < length, live])
+    tokens = jnp.concatenate([text, more])
+    count = lambda wanted: jnp.zeros(vocab, jnp.int32).at[jnp.where(wanted, tokens, vocab)].add(1, mode="drop")
+    return count(there), count(there & (place >= prompt))
 
 
 def _special(wanted: Controls) -> Bool[Array, ""]:
     return (wanted.samples | wanted.penalises | (wanted.biased > 0) | (wanted.masked > 0)).any()
 
 
-def _truncate(scores: Float[Array, "R V"], rows: Controls) -> Float[Array, "R V"]:
+def _truncate(scores: Float[Array, " V"], row: Controls) -> Float[Array, " V"]:
     """Min-p, then top-k, then top-p, by one sort: each keeps the scores from a threshold up."""
-    vocab = scores.shape[-1]
-    ordered = -jnp.sort(-scores, axis=-1)
-    least = ordered[:, 0] + jnp.where(rows.min_p > 0, jnp.log(jnp.maximum(rows.min_p, 1e-30)), -jnp.inf)
-    rank = jnp.clip(jnp.where(rows.top_k > 0, rows.top_k, vocab), 1, vocab) - 1
-    least = jnp.maximum(least, jnp.take_along_axis(ordered, rank[:, None], axis=-1)[:, 0])
-    kept = jnp.where(ordered >= least[:, None], ordered, -jnp.inf)
-    chances = jax.nn.softmax(kept, axis=-1)
-    before = jnp.cumsum(chances, axis=-1) - chances  # the probability of everything likelier
-    last = jnp.maximum((before < rows.top_p[:, None]).sum(axis=-1) - 1, 0)
-    nucleus = jnp.take_along_axis(kept, last[:, None], axis=-1)[:, 0]
-    least = jnp.where(rows.top_p < 1, jnp.maximum(least, nucleus), least)
-    return jnp.where(scores >= least[:, None], scores, -jnp.inf)
+    vocab = scores.shape[0]
+    ordered = -jnp.sort(-scores)
+    floor = jnp.where(row.min_p > 0, jnp.log(jnp.maximum(row.min_p, 1e-30)), -jnp.inf).astype(scores.dtype)
+    rank = jnp.clip(jnp.where(row.top_k > 0, row.top_k, vocab), 1, vocab) - 1
+    least = jnp.maximum(ordered[0] + floor, ordered[rank])
+    kept = jnp.where(ordered >= least, ordered, -jnp.inf)
+    chances = jax.nn.softmax(kept)
+    before = jnp.cumsum(chances) - chances  # the probability of everything likelier
+    nucleus = kept[jnp.maximum((before < row.top_p).sum() - 1, 0)]
+    least = jnp.where(row.top_p < 1, jnp.maximum(least, nucleus), least)
+    return jnp.where(scores >= least, scores, -jnp.inf)
 
 
 def _argmax(scores: Float[Array, "R V"]) -> Int[Array, " R"]:

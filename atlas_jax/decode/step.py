@@ -21,12 +21,12 @@ from atlas_jax.decode.sampling import (
     ACCEPT,
     DRAFT,
     RESIDUAL,
-    Background,
+    Places,
+    Tables,
     add_noise,
     noise_keys,
     pick,
     probabilities,
-    token_counts,
 )
 from atlas_jax.decode.state import DecodeState
 from atlas_jax.kernels.backends import Kernels
@@ -98,24 +98,26 @@ def _round(
     # Verify. The token after row j stands at position lengths + j + 1.
     hidden, layers = trunk(params, cfg, view.to_flat(plan.tokens), view, state.layers)
     scores = logits(params, hidden)
-    live = jnp.arange(k)[None] < plan.num_rows[:, None]
-
-    def allowed() -> Array:
-        words = state.masks.at[plan.slots, :k].get(mode="fill", fill_value=0)
-        bits = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-        return view.to_flat(bits.reshape(n, k, -1)[..., : cfg.vocab_size] > 0)
-
-    background = Background(
-        counts=lambda: jax.tree.map(view.to_flat, _counts(state, plan, plan.tokens, live, cfg.vocab_size)),
-        bias=lambda: view.to_flat(jnp.repeat(_bias(state, plan)[:, None], k, axis=1)),
-        allowed=allowed,
+    tables = Tables(state.text, state.bias, state.masks)
+    place = jnp.arange(k)[None]
+    before = (jnp.arange(k)[None, None] <= place[..., None]) & (place[:, None] < plan.num_rows[:, None, None])
+    repeat = lambda x: jnp.repeat(x[:, None], k, axis=1)
+    grid = Places(
+        slots=repeat(plan.slots),
+        positions=view.grid_positions + 1,
+        lengths=repeat(plan.lengths),
+        prompts=repeat(plan.prompts),
+        more=repeat(plan.tokens),
+        live=before,
+        mask=jnp.broadcast_to(place, (n, k)),
     )
+    places = jax.tree.map(view.to_flat, grid)
     if config.acceptance == "match":
-        picked = pick(scores, rows, plan.controls, view.positions + 1, background)
+        picked = pick(scores, rows, plan.controls, places, tables)
         picks = view.to_grid(picked)
         accepted = accept.matched(picks, plan.tokens[:, 1:], plan.num_rows)
     else:
-        target = view.to_grid(probabilities(scores, rows, plan.controls, background))
+        target = view.to_grid(probabilities(scores, rows, places, tables))
         accepted, picks = _judge(config.acceptance, target, state, plan)
         picked = view.to_flat(picks)
     is_end = (picks[:, :, None] == plan.ends[:, None, :]).any(axis=-1)
@@ -146,7 +148,9 @@ def _round(
         cache = dataclasses.replace(view, num_rows=count).write(state.head, *entries)
         recycled = jnp.take_along_axis(view.to_grid(hidden), last[:, :, None], axis=1)[:, 0]
         state = state._replace(head=cache)
-        state, drafts, chances = _propose(params, state, plan, picks, count, final, recycled, cfg, bucket, config)
+        state, drafts, chances = _propose(
+            params, state, plan, picks, count, final, recycled, cfg, bucket, config, kernels
+        )
 
     answer = Result(
         jnp.concatenate([count[:, None], fault[:, None].astype(jnp.int32), picks, drafts], axis=1),
@@ -180,6 +184,7 @@ def _propose(
     cfg: ModelConfig,
     bucket: Bucket,
     config: StepConfig,
+    kernels: Kernels,
 ) -> tuple[DecodeState, Int[Array, "N P"], Float[Array, "N P"]]:
     """A chain of single rows that begins with the last committed one; each draft feeds the next."""
     n, k = bucket.n, bucket.k
@@ -189,25 +194,28 @@ def _propose(
     chances: list[Array] = []
     proposals: list[Array] = []
     emitted = jnp.arange(k)[None] < count[:, None]
+    tables, ones = Tables(state.text, state.bias, state.masks), lambda width: jnp.ones((n, width), bool)
     for j in range(k - 1):
-        row = _single(plan, plan.lengths + count - 1 + j, count > 0)
+        row = _single(plan, plan.lengths + count - 1 + j, count > 0, kernels)
         recycled, cache = mtp.head(params, cfg, draft, recycled, row, cache)
         scores = mtp.draft_logits(params, recycled)
 
-        def counts(known: tuple[Array, ...] = tuple(drafts)) -> tuple[Array, Array]:
-            # Row 0's token, what this step emitted, the drafts so far: in this order, dead ones in between.
-            more = jnp.concatenate([plan.tokens[:, :1], picks, *(d[:, None] for d in known)], axis=1)
-            live = jnp.concatenate([jnp.ones((n, 1), bool), emitted, jnp.ones((n, len(known)), bool)], axis=1)
-            return jax.tree.map(lambda x: x[:, -1], _counts(state, plan, more, live, cfg.vocab_size))
-
-        background = Background(counts, lambda: _bias(state, plan), None)
-        places = plan.lengths + count + j + 1
+        # Row 0's token, what this step emitted, the drafts so far: in this order, dead ones in between.
+        place = Places(
+            slots=plan.slots,
+            positions=plan.lengths + count + j + 1,
+            lengths=plan.lengths,
+            prompts=plan.prompts,
+            more=jnp.concatenate([plan.tokens[:, :1], picks, *(d[:, None] for d in drafts)], axis=1),
+            live=jnp.concatenate([ones(1), emitted, ones(j)], axis=1),
+            mask=jnp.full(n, -1),
+        )
         if config.acceptance == "match":
-            draft = pick(scores, plan.controls, plan.controls, places, background, ids, cfg.vocab_size)
+            draft = pick(scores, plan.controls, plan.controls, place, tables, ids)
         else:
-            whole = scores if ids is None else jnp.full((n, cfg.vocab_size), -jnp.inf).at[:, ids].set(scores)
-            proposal = probabilities(whole, plan.controls, plan.controls, background)
-            draft = add_noise(jnp.log(proposal), plan.controls, places, DRAFT).argmax(axis=-1).astype(jnp.int32)
+            proposal = probabilities(scores, plan.controls, place, tables, ids)
+            noisy = add_noise(jnp.log(proposal), plan.controls, place.positions, DRAFT)
+            draft = noisy.argmax(axis=-1).astype(jnp.int32)
             proposals.append(proposal)
         drafts.append(draft)
         if bucket.log_probs:
@@ -326,17 +334,6 @@ def set_masks(state: DecodeState, slot: Int[Array, ""], masks: Array) -> DecodeS
     return state._replace(masks=jax.lax.dynamic_update_index_in_dim(state.masks, masks, slot, 0))
 
 
-def _counts(
-    state: DecodeState, plan: Plan, more: Int[Array, "N E"], live: Array, vocab: int
-) -> tuple[Int[Array, "N E V"], Int[Array, "N E V"]]:
-    text = state.text.at[plan.slots].get(mode="fill", fill_value=0)
-    return token_counts(text, plan.lengths, plan.prompts, more, live, vocab)
-
-
-def _bias(state: DecodeState, plan: Plan) -> Float[Array, "N V"]:
-    return state.bias.at[plan.slots].get(mode="fill", fill_value=0)
-
-
 def _log_probs(scores: Float[Array, "R V"], picked: Int[Array, " R"], plan: Plan, view: Step) -> Float[Array, "N K"]:
     def found(scores: Array) -> Array:
         return jnp.take_along_axis(jax.nn.log_softmax(scores, axis=-1), picked[:, None], axis=1)[:, 0]
@@ -363,6 +360,7 @@ def _view(plan: Plan, bucket: Bucket, kernels: Kernels, rollback: Rollback) -> S
     return Step(*told, to_flat, to_grid, True, kernels, rollback)
 
 
-def _single(plan: Plan, lengths: Int[Array, " N"], active: Array) -> Step:
+def _single(plan: Plan, lengths: Int[Array, " N"], active: Array, kernels: Kernels) -> Step:
     cells = jnp.arange(lengths.shape[0], dtype=jnp.int32)
-    return Step(plan.slots, lengths, active.astype(jnp.int32), jnp.zeros_like(lengths), cells[:, None], cells, False)
+    nothing = jnp.zeros_like(lengths)
+    return Step(plan.slots, lengths, active.astype(jnp.int32), nothing, cells[:, None], cells, False, kernels)

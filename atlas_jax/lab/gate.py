@@ -94,7 +94,7 @@ class ProgramRow:
       temp_growth: bytes by which temporaries grew with the pool; small changes are alignment.
       kernels_per_layer: launches that a layer more adds, averaged over the kinds of layers, a loop's body counted once.
         Products are as XLA chooses them without timing any.
-      loops: in the whole step; a GPU waits for the host once a turn.
+      loops: in the whole step, but for branches that only sampling options enter; a GPU waits for the host once a turn.
     """
 
     model: str

@@ -203,6 +203,13 @@ condition:
     003: kCustomKernel [source | sink] other grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
   body:
     004: kCopy         [source       | next=113 (1)] kCopy
+005: kConditional  [prev=002 (1)   | next=009 (1) ]
+  branch 1:
+    006: kWhile        [prev=085 (1) | sink        ]
+      body:
+        007: kConditional  [prev=105 (5) | next=154 (1) ]
+        008: kWhile        [prev=105 (5) | next=154 (1) ]
+009: kWhile        [prev=005 (1)   | next=118 (1) ]
 """  # noqa: E501
 
 
@@ -210,7 +217,7 @@ def test_reports_of_compilers_are_read():
     step, other = reports.kernels([(PTX, PTXAS)], THUNKS)
     assert step == Kernel("gdn_step", registers=255, spill_bytes=4160, shared_bytes=528, loads=3, stores=1)
     assert other == Kernel("other", registers=24, spill_bytes=0, shared_bytes=0, loads=0, stores=1)
-    assert reports.launches(THUNKS) == (3, 1)
+    assert reports.launches(THUNKS) == (3, 2)
 
 
 KERNELS = (Kernel("gdn_step", 72, 0, 512, 9, 2), Kernel("cache_attention", 130, 0, 74752, 8, 10))

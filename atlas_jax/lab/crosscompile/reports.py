@@ -35,7 +35,7 @@ class Report:
       error: why it was not lowered or not compiled.
       kernels: those that ptxas compiled, each once.
       launches: kernels, copies and library calls of one run, a loop's body counted once.
-      loops: loops whose length the host reads back from the device.
+      loops: loops outside branches; the host may wait for each of their turns.
       aliased_bytes: outputs that reuse the memory of donated arguments.
       temp_bytes: memory of the program's own.
     """
@@ -64,7 +64,7 @@ _ENTRY = re.compile(
 )
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _THUNK = re.compile(
-    r"^\s*\d+: (?P<kind>k\w+)\s+\[[^\]]*\]\s*(?P<name>\S*)(?:.*shared_memory: (?P<shared>\d+) bytes)?", re.M
+    r"^(?P<indent> *)\d+: (?P<kind>k\w+)\s+\[[^\]]*\]\s*(?P<name>\S*)(?:.*shared_memory: (?P<shared>\d+) bytes)?", re.M
 )
 # Thunks that only hold others, and those that launch nothing.
 _CONTAINERS = {"kWhile", "kConditional", "kSequential", "kCommandBuffer", "kWaitForStreams"}
@@ -102,9 +102,19 @@ def _count(operation: str, body: str) -> int:
 
 
 def launches(thunks: str) -> tuple[int, int]:
-    """Launches and host-controlled loops in XLA's list of thunks."""
-    kinds = [match["kind"] for match in _THUNK.finditer(thunks)]
-    return sum(kind not in _CONTAINERS for kind in kinds), kinds.count("kWhile")
+    """Launches and loops in XLA's list of thunks.
+
+    Loops in a branch are left out: what they are for, sampling options, a step without any does not enter.
+    """
+    count = loops = 0
+    branch: int | None = None  # the indentation of the conditional that we are in
+    for match in _THUNK.finditer(thunks):
+        kind, indent = match["kind"], len(match["indent"])
+        branch = None if branch is not None and indent <= branch else branch
+        count += kind not in _CONTAINERS
+        loops += kind == "kWhile" and branch is None
+        branch = indent if kind == "kConditional" and branch is None else branch
+    return count, loops
 
 
 def _bodies(ptx: str) -> Iterable[tuple[str, str]]:
