@@ -3,8 +3,10 @@
     python scripts/generate.py --prompt "It rained upon the Tuesday, and" --show-drafts
     python scripts/generate.py --chat --tools tools.jsonl --prompt "Which ferries go on Friday?"
     echo "SCENE II. A wood" | python scripts/generate.py --file -
+    python scripts/generate.py --model path/to/model --chat --prompt "Hello" --policy fixed2
 
-Ctrl-C ends the answer early. The last line is JSON.
+Any directory as Hugging Face has them; `--chat` goes by its own template where it has one. A special token spelled out
+in the text is text (but with `--specials`). Ctrl-C ends the answer early. The last line is JSON.
 """
 
 import json
@@ -13,14 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atlas_jax.config import ConfigError
 from atlas_jax.decode.config import EngineConfig
 from atlas_jax.decode.engine import Engine
-from atlas_jax.decode.requests import Request
+from atlas_jax.decode.requests import Request, RequestError
 from atlas_jax.decode.sampling import Sampling
-from atlas_jax.depth.policies import parse_policy
+from atlas_jax.depth.policies import PolicyError, parse_policy
 from atlas_jax.lab.prompts import TextStream, chat
-from atlas_jax.train.tokens import load_tokenizer
 from atlas_jax.weights.checkpoint import load_model
+from atlas_jax.weights.shards import WeightError
+from atlas_jax.weights.tokenizer import ChatTokenizer
 
 LEGEND = {"accepted draft": "green", "rejected draft": "red strike", "the model's own": "yellow"}
 
@@ -38,6 +42,7 @@ class Config:
     seed: int = 0  # of the sampling noise
     chat: bool = False  # the text is a user's turn, and the assistant answers
     tools: Path | None = None  # one JSON schema a line; implies `chat`
+    specials: bool = False  # parse special tokens that the text spells out
     show_drafts: bool = False  # colour accepted drafts, strike rejected ones through in place
 
 
@@ -47,9 +52,10 @@ def main(config: Config) -> dict[str, Any]:
 
     console = Console(force_terminal=config.show_drafts or None)
     text = _text(config)
-    cfg, params = load_model(config.model)
-    tokenizer = load_tokenizer(config.model / "tokenizer.json")
-    request = Request(tokenizer.encode(text).ids, config.max_new_tokens, Sampling(config.temperature, seed=config.seed))
+    codec = ChatTokenizer.load(config.model)
+    tokenizer, prompt = codec.tokenizer, _tokens(config, text, codec)
+    cfg, params = load_model(config.model, allow_missing="head")
+    request = Request(prompt, config.max_new_tokens, Sampling(config.temperature, seed=config.seed))
     policy = parse_policy(config.policy)
     context = -(-(len(request.prompt) + config.max_new_tokens + 1) // 128) * 128
     widths = tuple(width for width in EngineConfig.prefill if width < len(request.prompt)) or EngineConfig.prefill[:1]
@@ -108,13 +114,19 @@ def _text(config: Config) -> str:
     if (config.prompt is None) == (config.file is None):
         raise SystemExit("give exactly one of --prompt and --file")
     if config.prompt is not None:
-        text = config.prompt
-    else:
-        text = sys.stdin.read() if str(config.file) == "-" else config.file.read_text()
-    if not (config.chat or config.tools):
-        return text
+        return config.prompt
+    return sys.stdin.read() if str(config.file) == "-" else config.file.read_text()
+
+
+def _tokens(config: Config, text: str, codec: ChatTokenizer) -> list[int]:
+    """The prompt: the text itself, or as a user's turn in the model's own format."""
+    if not config.chat and config.tools is None:
+        return codec.encode(text, specials=config.specials)
     lines = config.tools.read_text().splitlines() if config.tools else []
-    return chat(text, [json.loads(line) for line in lines if line.strip()])
+    tools = [json.loads(line) for line in lines if line.strip()]
+    if codec.template is not None:
+        return codec.chat([{"role": "user", "content": text}], tools=tools or None, specials=config.specials)
+    return codec.encode(chat(text, tools), specials=True)  # `chat` lets no special token of the text through
 
 
 def _readable(tokenizer: Any, tokens: tuple[int, ...]) -> str:
@@ -127,4 +139,7 @@ def _readable(tokenizer: Any, tokens: tuple[int, ...]) -> str:
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Config, description=__doc__))
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except (ConfigError, WeightError, PolicyError, RequestError) as error:
+        sys.exit(f"error: {error}")

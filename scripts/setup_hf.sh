@@ -12,7 +12,7 @@ FOLDER=.cache/hf
 PY=$FOLDER/bin/python
 STAMP=$FOLDER/.setup-stamp
 PINS=(torch==2.13.0 transformers==5.24.0 jax==0.10.2)
-EXTRAS=(pytest jinja2)
+EXTRAS=(pytest)
 
 say() { echo "setup: $*" >&2; }
 
@@ -29,6 +29,6 @@ rm -rf "$FOLDER"
 mkdir -p .cache
 "$python" -m venv "$FOLDER"
 "$PY" -m pip install -qq --disable-pip-version-check "${PINS[@]}" "${EXTRAS[@]}"
-"$PY" -m pip install -qq --disable-pip-version-check -e .
+"$PY" -m pip install -qq --disable-pip-version-check -e '.[chat]'
 echo "$KEY" >"$STAMP"
 say "done: $("$PY" --version), $("$PY" -m pip freeze 2>/dev/null | grep -iE '^(torch|transformers|jax)==' | tr '\n' ' ')"

@@ -22,6 +22,7 @@ import numpy as np
 from atlas_jax.train.corpora import load_prose
 from atlas_jax.train.tokens import TokenSet, tokenize
 from atlas_jax.train.tools_text import load_tools
+from atlas_jax.weights.tokenizer import render_template
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -69,12 +70,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False, **extra: Any) -> str:
         """The conversation as text; with `prompt`, up to where the assistant speaks next."""
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _template_error
-        template = environment.from_string(self.source)
-        return template.render(messages=list(messages), add_generation_prompt=prompt, **extra)
+        return render_template(self.source, {"messages": list(messages), "add_generation_prompt": prompt, **extra})
 
     def pieces(self, messages: Sequence[Mapping[str, Any]], **extra: Any) -> list[tuple[str, bool]]:
         """`(text, whether the assistant says it)`, in order. `ValueError` for a template whose turns can't be told."""
@@ -92,10 +88,6 @@ class ChatTemplate:
             found += [(whole[position : len(before)], False), (whole[len(before) : len(after)], True)]
             position = len(after)
         return [*found, (whole[position:], False)]
-
-
-def _template_error(message: str) -> None:
-    raise ValueError(f"the chat template refuses this conversation: {message}")
 
 
 def read_jsonl(

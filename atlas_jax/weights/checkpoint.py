@@ -21,6 +21,7 @@ from atlas_jax.config import ModelConfig
 from atlas_jax.weights.hf import (
     BF16,
     FP8_BLOCK,
+    AllowMissing,
     CheckpointTensors,
     ImportPlan,
     ImportReport,
@@ -70,7 +71,7 @@ def import_model(
     directory: Path | str,
     dtype: Any = np.float32,
     *,
-    allow_missing: bool = False,
+    allow_missing: AllowMissing = False,
     sharding: Any = None,
     progress: Progress | None = None,
 ) -> Imported:
@@ -79,7 +80,8 @@ def import_model(
     `A_log` and `dt_bias` are at least float32; `dtype` None keeps each tensor's own. End tokens are the union of
     `config.json`, `generation_config.json` and the tokenizer's. `sharding` puts each leaf onto devices as it is read:
     a device, a `Sharding`, or a function of path and array that gives one; without it leaves are NumPy arrays.
-    `allow_missing`: see `ImportReport.missing`. Raises `ConfigError` or `WeightError` naming what does not fit.
+    `allow_missing`: see `ImportReport.missing`; "head" allows no more than a head that is missing whole. Raises
+    `ConfigError` or `WeightError` naming what does not fit.
     """
     import jax
 
@@ -93,7 +95,7 @@ def import_model(
     return Imported(cfg, params, plan.naming, plan.report)
 
 
-def check_model(directory: Path | str, *, allow_missing: bool = False) -> ImportReport:
+def check_model(directory: Path | str, *, allow_missing: AllowMissing = False) -> ImportReport:
     """All that `import_model` checks before it reads; errors as there."""
     directory = Path(directory)
     plan = _plan(directory, allow_missing=allow_missing)[1]
@@ -145,10 +147,9 @@ def export_model(
 ) -> None:
     """Write parameters as a new directory like `source`: same names, dtypes, shards, config and tokenizer files.
 
-    `dtype` replaces the stored dtypes (`A_log` and `dt_bias` are then float32).
-
-    Tensors that an import ignores (a vision tower) are copied as they are. FP8 weights become bfloat16. `head_only`
-    writes the MTP head alone, in one file. Raises `WeightError` where `target` exists or the parameters do not fit.
+    `dtype` replaces the stored dtypes (`A_log` and `dt_bias` are then float32). Tensors that an import ignores (a
+    vision tower) are copied as they are. FP8 weights become bfloat16. `head_only` writes the MTP head alone, in one
+    file. Raises `WeightError` where `target` exists or the parameters do not fit.
     """
     source = Path(source)
     shards, plan = _plan(source, allow_missing=True)

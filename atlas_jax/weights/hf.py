@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import ml_dtypes
@@ -25,6 +25,7 @@ Tensors = Mapping[str, np.ndarray]
 Params = dict[str, Any]
 Place = Callable[[LeafPath, np.ndarray], Any]
 Progress = Callable[[int, int], None]
+AllowMissing = bool | Literal["head"]  # every tensor, none, or only a head that is missing whole
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 _FLOATS = {np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
@@ -98,14 +99,15 @@ def plan_import(
     cfg: ModelConfig,
     *,
     naming: Naming | None = None,
-    allow_missing: bool = False,
+    allow_missing: AllowMissing = False,
     head_only: bool = False,
     block: tuple[int, int] = FP8_BLOCK,
 ) -> ImportPlan:
     """Match a checkpoint with a config. Raises one `WeightError` that names every kind of misfit, and the way out.
 
     `head_only`: the MTP head alone is wanted, and whatever else there is is ignored. `block`: rows and columns that
-    share one scale where weights are FP8.
+    share one scale where weights are FP8. `allow_missing`: see `ImportReport.missing`; "head" allows no more than a
+    head that is missing whole.
     """
     naming = naming or Naming.find(tensors, cfg)
     ids = f"{naming.top}{DRAFT_IDS}"
@@ -122,7 +124,8 @@ def plan_import(
             )
         cfg = dataclasses.replace(cfg, mtp_layers=0)
         wanted = tuple(leaf for leaf in wanted if leaf.path[0] != "mtp")
-    problems = [] if allow_missing else _missing(missing)
+    needed = [name for name in missing if name not in head or cfg.mtp_layers]
+    problems = [] if allow_missing is True else _missing(needed)
     used: list[str] = []
     for leaf in wanted:
         for part in leaf.parts:

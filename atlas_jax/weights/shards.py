@@ -11,7 +11,6 @@ import dataclasses
 import json
 import mmap
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -188,10 +187,13 @@ def shorten(names: Sequence[str], most: int = 5) -> str:
 
 
 def write_shard(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write one safetensors file; readers see the whole of it or none."""
+    """Write one safetensors file; readers see the whole of it or none. Its mode is a new file's, as the umask says."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
+        part.touch()
+        mode = part.stat().st_mode  # the library makes a file of its own, for its owner alone
         save_file({n: np.asarray(x, order="C") for n, x in tensors.items()}, part, metadata={"format": "pt"})
+        part.chmod(mode)
         os.replace(part, file)
     finally:
         part.unlink(missing_ok=True)
@@ -214,11 +216,8 @@ def new_directory(target: Path) -> Iterator[Path]:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise WeightError(f"{target} exists; name a new directory")
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".part", dir=target.parent) as private:
+        part = Path(private) / "new"  # a folder like any other: the temporary one is for its owner alone
+        part.mkdir()
         yield part
-        part.chmod(0o755)
         part.replace(target)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise

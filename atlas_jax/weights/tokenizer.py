@@ -100,10 +100,7 @@ class ChatTokenizer:
             raise WeightError("the directory has no chat template (chat_template.jinja or tokenizer_config.json)")
         given: dict[str, Any] = {**self.variables, "messages": messages, "tools": tools}
         given |= {"add_generation_prompt": add_generation_prompt, **variables}
-        try:
-            return _sandbox().from_string(self.template).render(given)
-        except Exception as error:  # a stranger's program: it can raise anything
-            raise WeightError(f"the chat template fails: {error}") from None
+        return render_template(self.template, given)
 
     def chat(self, messages: Sequence[Message], *, specials: bool = False, **options: Any) -> list[int]:
         """Token ids of a conversation; options as of `render`.
@@ -174,6 +171,18 @@ def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
     if found is not None and (not isinstance(found, str) or len(found) > _TEMPLATE_LIMIT):
         raise WeightError(f"the chat template of {directory} is not a text of at most {_TEMPLATE_LIMIT} characters")
     return found
+
+
+def render_template(source: str, variables: Mapping[str, Any]) -> str:
+    """What a chat template writes. `WeightError` where it fails, and without jinja2."""
+    try:
+        environment = _sandbox()
+    except ModuleNotFoundError as error:
+        raise WeightError(f"chat templates need {error.name}: pip install 'atlas_jax[chat]'") from None
+    try:
+        return environment.from_string(source).render(variables)
+    except Exception as error:  # a stranger's program: it can raise anything
+        raise WeightError(f"the chat template fails: {error}") from None
 
 
 def _sandbox() -> Any:

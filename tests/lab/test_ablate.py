@@ -113,7 +113,7 @@ def test_grids_are_checked():
 class Serial:
     """In place of a pool of processes, which cost seconds to start."""
 
-    def __init__(self, max_workers):
+    def __init__(self, max_workers, mp_context):
         pass
 
     def __enter__(self):
