@@ -6,6 +6,7 @@ that a missing `1 + w` or a transposed state fails; 1, 2 and 4 value heads a key
 """
 
 import dataclasses
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers.modeling_layers import MtpModel
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.decode.engine import Engine, EngineConfig, Request
+from atlas_jax.depth.policies import PolicyError
 from atlas_jax.lab.against_hf import measure_against_hf
 from atlas_jax.model import mtp
 from atlas_jax.model.state import GdnCache, init_state
@@ -42,7 +44,7 @@ CLASSES = {
 CASES = [(name, ratio, tied) for name in CLASSES for ratio, tied in ((1, False), (2, True), (4, False))]
 
 
-def build(name, ratio, tied):
+def build(name, ratio, tied, vocab=97):
     """A random model of transformers' own."""
     config_class, model_class = CLASSES[name]
     ffn = {"intermediate_size": 48}
@@ -57,7 +59,7 @@ def build(name, ratio, tied):
     if name != "qwen3_next":
         rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
     config = config_class(
-        vocab_size=97,
+        vocab_size=vocab,
         hidden_size=32,
         num_hidden_layers=2,
         layer_types=["linear_attention", "full_attention"],
@@ -255,6 +257,30 @@ def test_decoding_is_measured_beside_theirs(tmp_path):
     assert (row.policy, row.equal, row.excused, row.compared) == ("plain", True, 0, 48)
     assert row.ratio_min <= row.ratio_to_hf <= row.ratio_max and row.request_ratio_to_hf > 0
     assert row.tok_s > 0 and row.hf_tok_s > 0 and row.hf_threads >= 1
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_scripts_take_a_directory_that_they_wrote(name, tmp_path, capsys):
+    """`generate --chat` on it gives their own tokens, by its template and end tokens; without a head only plainly."""
+    model = build(name, 2, False, vocab=2048)
+    messages, template = [{"role": "user", "content": "Ahoy"}], "{% for m in messages %}{{ m.content }}: {% endfor %}"
+    ids = ChatTokenizer.load(SMALL).encode("Ahoy: ")
+    free = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, pad_token_id=0)[0, len(ids) :].tolist()
+    end = next(token for i, token in enumerate(free) if i > 5 and token not in free[:i])
+    model.generation_config.eos_token_id = [2047, end]
+    model.save_pretrained(tmp_path, max_shard_size="200KB")
+    shutil.copy(SMALL / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    spec = importlib.util.spec_from_file_location("generate", SMALL.parents[1] / "scripts" / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    config = generate.Config(messages[0]["content"], model=tmp_path, policy="plain", max_new_tokens=24, chat=True)
+    result = generate.main(config)
+    theirs = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, pad_token_id=0)[0, len(ids) :]
+    assert theirs[-1] == end and result["tokens"] == len(theirs) < 24 and result["finished"] != "length"
+    assert result["text"] == ChatTokenizer.load(tmp_path).decode(theirs.tolist(), skip_specials=False)
+    with pytest.raises(PolicyError, match="needs a draft head and the model has none"):
+        generate.main(dataclasses.replace(config, policy="fixed2"))
 
 
 TEMPLATE = """{%- if tools %}{{ tools | tojson }}

@@ -13,6 +13,7 @@ from atlas_jax.kernels.gdn_step.reference import recurrence
 
 chunk_fn = jax.jit(gdn_chunk, static_argnames="chunk")
 step_fn = jax.jit(gdn_step)
+recurrence_fn = jax.jit(recurrence)
 
 
 def rows(rng, n, length, hk, hv, dk, dv, gate="mild"):
@@ -37,7 +38,7 @@ def rows(rng, n, length, hk, hv, dk, dv, gate="mild"):
 
 def exact(state, *inputs):
     with jax.enable_x64(True):
-        out, state = recurrence(jnp.asarray(state, jnp.float64), *(jnp.asarray(x, jnp.float64) for x in inputs))
+        out, state = recurrence_fn(jnp.asarray(state, jnp.float64), *(jnp.asarray(x, jnp.float64) for x in inputs))
         return np.asarray(out), np.asarray(state)
 
 

@@ -176,6 +176,19 @@ def test_verify_four_rows_then_fold(dump):
     check_state(cfg, state._replace(layers=folded), reference, "verify", PROMPT + 4)
 
 
+@functools.partial(jax.jit, static_argnames="cfg")
+def draft_head(params, cfg, tokens, hidden, cache, length):
+    """The head on the rows of `tokens` `[2, rows]` behind `length` that it holds; a prompt where there are none."""
+    rows = tokens.shape[1]
+    if rows > 1:
+        view = Prefill(jnp.array([2, 0]), jnp.zeros(2, int), jnp.full(2, rows), rows)
+        hidden, cache = mtp.head(params, cfg, tokens, hidden, view, cache)
+        return hidden, cache, view.positions
+    view = step_view(1, length)
+    hidden, cache = mtp.head(params, cfg, tokens[:, 0], hidden[:, 0], view, cache)
+    return hidden[:, None], cache, view.positions[:, None]
+
+
 def test_mtp_chain(dump):
     """Teacher-forced prompt rows, then two recursive drafts, at the position of the hidden (`pos_t`)."""
     cfg, params, reference = dump
@@ -186,16 +199,8 @@ def test_mtp_chain(dump):
     for j in range(3):
         tokens = jnp.asarray(reference[f"{at}/s{j}/tokens_in"])
         hidden_in = jnp.asarray(reference[f"{at}/s{j}/hidden_in"])
-        positions = reference[f"{at}/s{j}/positions"]
-        if j == 0:
-            view = Prefill(slots, jnp.zeros(2, int), jnp.full(2, tokens.shape[1]), tokens.shape[1])
-            hidden, cache = mtp.head(params, cfg, tokens, hidden_in, view, cache)
-            np.testing.assert_array_equal(view.positions, positions)
-        else:
-            view = step_view(1, PROMPT + j - 1)
-            hidden, cache = mtp.head(params, cfg, tokens[:, 0], hidden_in[:, 0], view, cache)
-            np.testing.assert_array_equal(view.positions, positions[:, 0])
-            hidden = hidden[:, None]
+        hidden, cache, positions = draft_head(params, cfg, tokens, hidden_in, cache, PROMPT + j - 1)
+        np.testing.assert_array_equal(positions, reference[f"{at}/s{j}/positions"])
         close(hidden, reference[f"{at}/s{j}/hidden_out"])
         scores = logits(params, hidden[:, -1])
         close(scores, reference[f"{at}/s{j}/logits_last"])

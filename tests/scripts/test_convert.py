@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from weights.release import CFG, MOE, write_release
 
+from atlas_jax.config import ConfigError
+from atlas_jax.lab.import_bench import write_random_release
+from atlas_jax.presets import preset
 from atlas_jax.weights.checkpoint import load_model
 from atlas_jax.weights.layout import Naming
 from atlas_jax.weights.shards import Shards, WeightError
@@ -66,6 +70,41 @@ def test_convert_takes_a_checkpoint_without_a_head_only_when_told(tmp_path, caps
     assert result["tensors_missing"] == 15 and result["missing"][-1] == "mtp.norm.weight"
     assert "MISSING" in capsys.readouterr().out
     assert load_model(tmp_path / "copy")[0].mtp_layers == 0  # the copy says of itself that it has none
+
+
+def convert_apart(*args):
+    """The script in a process of its own, whose peak is nobody else's."""
+    command = [sys.executable, str(ROOT / "scripts" / "convert.py"), *map(str, args), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_reading_takes_the_memory_of_the_model_and_little_more(tmp_path):
+    """At most one tensor (here 64 MB of 250) above the target, whichever dtype that has."""
+    cfg = preset("qwen3.5-0.8b", layers=8, vocab=32768)
+    nbytes = write_random_release(tmp_path / "model", cfg, shard_bytes=2**27)
+    assert len(Shards(tmp_path / "model").files) >= 3
+    largest = max(entry.nbytes for entry in Shards(tmp_path / "model").entries.values()) / 2**20
+    for dtype, factor in (("stored", 1), ("float32", 2)):
+        found = convert_apart(tmp_path / "model", "--dtype", dtype)
+        assert found["bytes"] == nbytes and found["model_mb"] == pytest.approx(factor * nbytes / 2**20, rel=1e-3)
+        assert 200 < found["model_mb"] <= found["peak_rss_mb"] - found["rss_before_mb"] < found["model_mb"] + largest
+
+
+def test_the_benchmark_leaves_nothing_and_agrees_with_itself(tmp_path, capsys, monkeypatch):
+    convert = script("convert")
+    monkeypatch.setattr(convert, "preset", lambda name: dataclasses.replace(MOE, family="qwen3_next"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config = convert.parse(["--benchmark", "qwen3-next-80b-a3b", "--repetitions", "2"])
+    result = convert.main(config)
+    captured = capsys.readouterr()
+    assert json.loads(captured.out.splitlines()[-1]) == result and result.keys() >= FIELDS
+    assert result["repetitions"] == 2 and result["share_min"] <= result["share_of_raw"] <= result["share_max"]
+    assert result["tensors_used"] > 40 and not result["tensors_missing"] and list(tmp_path.iterdir()) == []
+    for args in ([], ["x", "--benchmark", "qwen3.5-0.8b"]):
+        with pytest.raises(ConfigError, match="--benchmark"):
+            convert.main(convert.parse(args))
 
 
 def test_a_head_goes_out_and_comes_back(tmp_path, capsys):

@@ -249,6 +249,26 @@ def test_nothing_is_left_of_an_export_that_fails(directory, tmp_path, monkeypatc
         export_model(path, path, imported.params, imported.cfg)
 
 
+@pytest.fixture
+def umask():
+    before = os.umask(0o027)
+    yield
+    os.umask(before)
+
+
+def test_files_and_folders_have_the_usual_mode(umask, tmp_path):
+    """What the umask leaves, as for any new file: colleagues can read a group's checkpoints."""
+    write_release(tmp_path / "base", CFG, Naming())
+    imported = import_model(tmp_path / "base")
+    export_model(tmp_path / "base", tmp_path / "new", imported.params, imported.cfg, dtype=np.float32)
+    save_head(tmp_path / "head", imported.params["mtp"], imported.cfg)
+    stitch(tmp_path / "base", tmp_path / "head", tmp_path / "stitched")
+    for folder in ("new", "head", "stitched"):
+        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o750
+        for file in (tmp_path / folder).iterdir():
+            assert file.stat().st_mode & 0o777 == 0o640, file
+
+
 def wrong(index):
     """A shard that the norm is not in."""
     return next(shard for shard in SHARDS if shard != index["weight_map"][NORM])

@@ -133,7 +133,9 @@ def test_large_tensors_in_tiles_are_the_same(monkeypatch):
 def test_bfloat16_widens_exactly():
     every = np.arange(2**16, dtype=np.uint16).view(hf.BF16)
     every = every[~np.isnan(every.astype(np.float32))]
-    np.testing.assert_array_equal(hf._cast(every, np.dtype(np.float32)), every.astype(np.float32))
+    wide = np.empty(every.shape, np.float32)
+    hf.copy(wide, every)
+    np.testing.assert_array_equal(wide, every.astype(np.float32))
 
 
 @pytest.mark.parametrize("block", [(128, 128), (16, 8)])
@@ -215,6 +217,31 @@ def test_allow_missing_takes_zeros_and_leaves_a_missing_head_out():
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
     plan = plan_import(tensors, TINY, allow_missing=True)
     assert plan.cfg.mtp_layers == 0 and len(plan.report.missing) == 16 and "mtp" not in read_params(tensors, plan)
+
+
+def test_a_head_alone_may_be_allowed_to_be_missing():
+    """All of it or nothing, and no other tensor: what decoding without a head is loaded with."""
+    tensors = random_tensors(TINY, Naming())
+    headless = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+    plan = plan_import(headless, TINY, allow_missing="head")
+    assert plan.cfg.mtp_layers == 0 and set(plan.report.used) == set(headless)
+    assert plan_import(tensors, TINY, allow_missing="head").cfg == TINY
+    for rest in (tensors, headless):
+        lacking = {name: tensor for name, tensor in rest.items() if name != "model.norm.weight"}
+        with pytest.raises(WeightError, match=r"lacks the tensor 'model\.norm\.weight'"):
+            plan_import(lacking, TINY, allow_missing="head")
+    del tensors["mtp.norm.weight"]
+    with pytest.raises(WeightError, match=r"lacks the tensor 'mtp\.norm\.weight'"):
+        plan_import(tensors, TINY, allow_missing="head")
+
+
+def test_linear_weights_lie_as_they_are_stored():
+    """Which makes reading them a copy of whole rows, not a transposition."""
+    params = params_from_hf(random_tensors(MOE, Naming()), MOE)
+    ffn, mixer = params["layers"][0]["ffn"], params["layers"][1]["mixer"]
+    for leaf in (ffn["gate_up"], ffn["down"], ffn["router"], mixer["qkv_proj"], params["mtp"]["fc"]):
+        assert leaf.swapaxes(-1, -2).flags.c_contiguous
+    assert params["embed"].flags.c_contiguous
 
 
 def test_what_is_ignored_has_a_reason():
