@@ -4,6 +4,12 @@
     python scripts/bench_decode.py --policies fixed2 ladder --concurrency 1 4 --json    # only that line on stdout
 
 Greedy answers to held-out prompts. The table's cost beside tok/step says which depth pays: it must be the smaller.
+`--model` takes any directory as Hugging Face has them; without an MTP head only `--policies plain` can be measured.
+
+    python scripts/bench_decode.py --against hf --policies plain fixed3 --regimes tools
+
+Beside transformers' own generate on the same weights, one sequence at a time, request by request in turns
+(scripts/setup_hf.sh makes the environment that it runs in). Tokens that differ get no ratio.
 
     python scripts/bench_decode.py --random-init qwen3.5-4b --forced-acceptance 0.8,0.7,0.6 --concurrency 1 8 32
 
@@ -17,24 +23,29 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from atlas_jax.depth.policies import parse_policy
-from atlas_jax.lab.bench import measure, use_cpu_threads
+from atlas_jax.config import ConfigError, ModelConfig
+from atlas_jax.decode.requests import Request, RequestError
+from atlas_jax.depth.policies import Policy, PolicyError, parse_policy
+from atlas_jax.lab import against_hf
+from atlas_jax.lab.bench import BenchError, measure, use_cpu_threads
 from atlas_jax.lab.forced import ForcedAcceptance
 from atlas_jax.lab.prompts import load_requests
 from atlas_jax.lab.report import console, table, to_json
 from atlas_jax.lab.step_cost import COMMAND_BUFFERS, StepCost, measure_steps
 from atlas_jax.lab.text_table import text_table
+from atlas_jax.model.mixers import Params
 from atlas_jax.presets import PRESETS, param_count, preset, random_params
-from atlas_jax.train.tokens import load_tokenizer
 from atlas_jax.weights.checkpoint import load_model
+from atlas_jax.weights.shards import WeightError
+from atlas_jax.weights.tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,7 @@ class Config:
     context: int = 768  # most tokens of a sequence, prompt included
     max_new_tokens: int | None = None  # of every request; None: 128 for prose, 96 for tools, 64 for random weights
     cpu_threads: int | None = None  # of XLA; None: 1, more is slower for the shipped model; all for random weights
+    against: Literal["hf"] | None = None  # measure beside transformers' generate
     json: bool = False  # stdout gets nothing but the last line
     random_init: str | None = None  # a preset's name: random weights of that size instead of `model`
     forced_acceptance: str = "0.8,0.7,0.6"  # p1,p2_cond,p3_cond of the scripted drafter, with random weights
@@ -63,6 +75,8 @@ class Config:
 
 def main(config: Config) -> dict[str, Any]:
     """Prints a table and a last line of JSON; returns what that line holds."""
+    if config.against and (config.random_init or 1 not in config.concurrency):
+        raise BenchError("transformers is measured on a checkpoint, one sequence at a time: --model, --concurrency 1")
     result = measure_model(config) if config.random_init is None else measure_random(config)
     print(json.dumps(result), flush=True)
     return result
@@ -74,11 +88,16 @@ def measure_model(config: Config) -> dict[str, Any]:
     log, out = console(stderr=True), console(stderr=config.json)
     use_cpu_threads(config.cpu_threads or 1)
     policies = [parse_policy(name) for name in config.policies]
-    cfg, params = load_model(config.model)
-    tokenizer = load_tokenizer(config.model / "tokenizer.json")
+    cfg, params = load_model(config.model, allow_missing="head")
+    if not cfg.mtp_layers and (drafting := [policy.name for policy in policies if policy.head]):
+        raise PolicyError(f"{config.model} has no MTP head, which {', '.join(drafting)} would need: --policies plain")
+    tokenizer = ChatTokenizer.load(config.model).tokenizer
     requests, offline = load_requests(config.regimes, tokenizer, config.prompts, config.max_new_tokens)
     if offline:
         log.print(f"The held-out texts cannot be had: {offline} Measuring on our own prompts.", markup=False)
+    if config.against:
+        result = measure_beside(config, params, cfg, requests, policies)
+        return result | {"prompts": "own" if offline else "held-out", "total_s": round(time.perf_counter() - began, 1)}
     cells = measure(
         params,
         cfg,
@@ -101,6 +120,28 @@ def measure_model(config: Config) -> dict[str, Any]:
         "compile_s": round(sum({cell.concurrency: cell.warmup_s for cell in cells}.values()), 1),
         "total_s": round(time.perf_counter() - began, 1),
     }
+
+
+def measure_beside(
+    config: Config,
+    params: Params,
+    cfg: ModelConfig,
+    requests: Mapping[str, Sequence[Request]],
+    policies: Sequence[Policy],
+) -> dict[str, Any]:
+    """The same requests by transformers' generate, in turns with ours."""
+    rows = against_hf.measure_against_hf(
+        config.model,
+        params,
+        cfg,
+        requests,
+        policies,
+        config.repetitions,
+        context=config.context,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    print(against_hf.table(rows), file=sys.stderr if config.json else sys.stdout, flush=True)
+    return {"against": "transformers", "cells": [_rounded(dataclasses.asdict(row)) for row in rows]}
 
 
 def measure_random(config: Config) -> dict[str, Any]:
@@ -185,6 +226,7 @@ def parse(args: Sequence[str] | None = None) -> Config:
     add("--context", type=int, default=default.context, help="most tokens of a sequence, prompt included")
     add("--max-new-tokens", type=int, help="of every request [128 for prose, 96 for tools, 64 for random weights]")
     add("--cpu-threads", type=int, help="of XLA [1: more is slower for the shipped model; all for random weights]")
+    add("--against", choices=("hf",), help="beside transformers' own generate, one sequence at a time")
     add("--json", action="store_true", help="stdout gets nothing but the last line")
     add("--random-init", choices=PRESETS, help="random weights of this size instead of --model")
     add("--forced-acceptance", default=default.forced_acceptance, help="p1,p2_cond,p3_cond [%(default)s]")
@@ -199,4 +241,7 @@ def parse(args: Sequence[str] | None = None) -> Config:
 
 
 if __name__ == "__main__":
-    main(parse())
+    try:
+        main(parse())
+    except (BenchError, ConfigError, PolicyError, RequestError, WeightError) as error:
+        sys.exit(f"error: {error}")

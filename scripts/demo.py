@@ -7,6 +7,7 @@ The first run fetches the held-out texts; without a network the demo says so and
 """
 
 import json
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from atlas_jax.config import ConfigError
 from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Emission, Request
-from atlas_jax.depth.policies import Off, Policy, parse_policy
+from atlas_jax.depth.policies import Off, Policy, PolicyError, parse_policy
 from atlas_jax.lab.bench import build_engine, measure_engine, use_cpu_threads, with_plain
 from atlas_jax.lab.prompts import TextStream, load_requests
 from atlas_jax.lab.report import console, plot, table, to_json
-from atlas_jax.train.tokens import load_tokenizer
 from atlas_jax.weights.checkpoint import load_model
+from atlas_jax.weights.shards import WeightError
+from atlas_jax.weights.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,8 +59,10 @@ def main(config: Config) -> dict[str, Any]:
     say = lambda text, **style: out.print(text, markup=False, highlight=False, **style)
     use_cpu_threads(config.cpu_threads)
     policies = with_plain([parse_policy(name) for name in config.policies])
-    cfg, params = load_model(config.model)
-    tokenizer = load_tokenizer(config.model / "tokenizer.json")
+    cfg, params = load_model(config.model, allow_missing="head")
+    if not cfg.mtp_layers and (drafting := [policy.name for policy in policies if policy.head]):
+        raise PolicyError(f"{config.model} has no MTP head, which {', '.join(drafting)} would need: --policies plain")
+    tokenizer = ChatTokenizer.load(config.model).tokenizer
     requests, offline = load_requests(config.regimes, tokenizer, config.prompts, config.max_new_tokens)
     if offline:
         say(f"OFFLINE: {offline}\nThe demo goes on with prompts of our own, not held-out text.\n", style="bold yellow")
@@ -139,4 +144,7 @@ def _tokens(emissions: Iterable[Emission]) -> Iterable[int]:
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Config, description=__doc__))
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except (ConfigError, PolicyError, WeightError) as error:
+        sys.exit(f"error: {error}")

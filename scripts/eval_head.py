@@ -11,15 +11,17 @@ is how much of the way from the single-step head to there it has gone.
 
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atlas_jax.config import ModelConfig
+from atlas_jax.config import ConfigError, ModelConfig
 from atlas_jax.decode.engine import Request
 from atlas_jax.decode.telemetry import Acceptance
+from atlas_jax.depth.policies import PolicyError
 from atlas_jax.lab.bench import use_cpu_threads
 from atlas_jax.lab.prompts import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, own_prompts
 from atlas_jax.lab.report import console
@@ -27,10 +29,12 @@ from atlas_jax.train import heads, hiddens
 from atlas_jax.train.corpora import CorpusError, load_prose
 from atlas_jax.train.replay import replay
 from atlas_jax.train.texts import Text
-from atlas_jax.train.tokens import load_tokenizer, prompts
+from atlas_jax.train.tokens import prompts
 from atlas_jax.train.tools_text import load_tools
 from atlas_jax.train.unroll import Unroll
 from atlas_jax.weights.checkpoint import load_model
+from atlas_jax.weights.shards import WeightError
+from atlas_jax.weights.tokenizer import ChatTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 Figures = dict[str, Any]
@@ -57,10 +61,10 @@ def main(config: Config) -> dict[str, Any]:
     """Prints a table and a last line of JSON; returns what that line holds."""
     log, out = console(stderr=True), console(stderr=config.json)
     use_cpu_threads(config.cpu_threads)
-    cfg, params = load_model(config.model)
+    cfg, params = load_model(config.model, allow_missing="head")
     if config.head:
         params = heads.load_head(config.head, params, cfg)
-    tokenizer = load_tokenizer(config.model / "tokenizer.json")
+    tokenizer = ChatTokenizer.load(config.model).tokenizer
     drawn, offline = draw(tokenizer, config)
     if offline:
         log.print(f"The held-out texts cannot be had: {offline} Measuring on our own prompts.", markup=False)
@@ -184,4 +188,7 @@ def write_cards(result: dict[str, Any], config: Config) -> None:
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Config, description=__doc__))
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except (ConfigError, heads.HeadError, PolicyError, WeightError) as error:
+        sys.exit(f"error: {error}")

@@ -21,20 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atlas_jax.config import ConfigError
 from atlas_jax.decode.buckets import BucketConfig
 from atlas_jax.decode.config import EngineConfig
 from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Request
 from atlas_jax.decode.sampling import Sampling
-from atlas_jax.depth.policies import parse_policy
+from atlas_jax.depth.policies import PolicyError, parse_policy
 from atlas_jax.lab.bench import use_cpu_threads
 from atlas_jax.lab.prompts import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS
 from atlas_jax.train.corpora import Document, Split, load_prose
 from atlas_jax.train.hiddens import base_mark
-from atlas_jax.train.tokens import load_tokenizer, prompts
+from atlas_jax.train.tokens import prompts
 from atlas_jax.train.tools_text import load_tools
 from atlas_jax.train.variants import Variants
 from atlas_jax.weights.checkpoint import load_model
+from atlas_jax.weights.shards import WeightError
+from atlas_jax.weights.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -71,8 +74,8 @@ def main(config: Config) -> dict[str, Any]:
     console = Console(stderr=True)
     if config.cpu_threads is not None:
         use_cpu_threads(config.cpu_threads)
-    cfg, params = load_model(config.model)
-    tokenizer = load_tokenizer(config.model / "tokenizer.json")
+    cfg, params = load_model(config.model, allow_missing="head")
+    tokenizer = ChatTokenizer.load(config.model).tokenizer
     asked = dict(training_prompts(config, tokenizer))
     settings = {"model": base_mark(params), "temperature": config.temperature, "seed": config.seed}
     written = read(config.out, settings)
@@ -169,4 +172,7 @@ def read(path: Path, settings: dict[str, Any]) -> set[str]:
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Config, description=__doc__))
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except (ConfigError, PolicyError, WeightError) as error:
+        sys.exit(f"error: {error}")

@@ -11,14 +11,16 @@ acceptance, pooled and of each regime, are kept in `RUN/best/`. The finished one
 """
 
 import json
+import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from atlas_jax.config import ConfigError
 from atlas_jax.decode.telemetry import Acceptance
 from atlas_jax.kernels.backends import choose
 from atlas_jax.lab.bench import use_cpu_threads
@@ -28,9 +30,11 @@ from atlas_jax.train.loop import Run, Schedule, train
 from atlas_jax.train.losses import MEASURES
 from atlas_jax.train.replay import replay
 from atlas_jax.train.texts import ChatTemplate, Text, corpus_texts, frequent_ids, read_jsonl
-from atlas_jax.train.tokens import SPECIAL, load_tokenizer
+from atlas_jax.train.tokens import SPECIAL
 from atlas_jax.train.unroll import Rows, Unroll, head_loss
 from atlas_jax.weights.checkpoint import load_model
+from atlas_jax.weights.shards import WeightError
+from atlas_jax.weights.tokenizer import ChatTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = Path("corpus")
@@ -84,8 +88,11 @@ def main(config: Config) -> dict[str, Any]:
     if config.cpu_threads is not None:
         use_cpu_threads(config.cpu_threads)
     jax.config.update("jax_compilation_cache_dir", str(config.run.resolve() / "compiled"))
-    cfg, params = load_model(config.model)
-    tokenizer = load_tokenizer(config.model / "tokenizer.json")
+    cfg, params = load_model(config.model, allow_missing="head")
+    if "mtp" not in params:
+        cfg = replace(cfg, mtp_layers=1)
+        params["mtp"] = heads.fresh_head(cfg, config.seed)  # what --init own then starts from
+    tokenizer = ChatTokenizer.load(config.model).tokenizer
     template = ChatTemplate.load(config.chat_template) if config.chat_template else None
     by_file = {
         path: corpus_texts(tokenizer)
@@ -211,7 +218,7 @@ def main(config: Config) -> dict[str, Any]:
 
 def initial(init: str, params: Any, cfg: Any, seed: int) -> Any:
     """The head to start from, float32."""
-    if init == "fresh" or (init == "own" and "mtp" not in params):
+    if init == "fresh":
         return heads.fresh_head(cfg, seed)
     found = params if init == "own" else heads.load_head(Path(init), params, cfg)
     return dict(found["mtp"])
@@ -249,4 +256,7 @@ def keep_best(directory: Path, params: Any, cfg: Any, log: Acceptance) -> None:
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Config, description=__doc__))
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except (ConfigError, heads.HeadError, WeightError) as error:
+        sys.exit(f"error: {error}")

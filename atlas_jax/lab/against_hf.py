@@ -1,28 +1,39 @@
-"""Our decoding beside transformers' own `generate`: the same weights and prompts, interleaved, in one process.
+"""Our decoding beside transformers' own `generate`: the same weights and prompts, request by request in turns.
 
-Needs torch and transformers (scripts/setup_hf.sh makes an environment with both). One sequence at a time, greedy,
-float32. Decoding is what comes after the first token, on either side; whole requests, prefill included, are compared
-too. transformers gets the number of threads that suits it best. No speed is given where its tokens are not ours, near
-ties apart.
+transformers answers from a process of its own (`hf_worker`), in the environment of scripts/setup_hf.sh where this one
+has none, so each side has the libraries that suit it; the other side sleeps meanwhile. One sequence at a time, greedy,
+float32. Decoding is what comes after the first token (for us: after the first call, which gives the tokens of several
+steps); whole requests, prefill included, are compared too. transformers gets the number of threads that suits it best.
+No speed is given where its tokens are not ours, near ties apart.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import json
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from atlas_jax.config import ModelConfig
+from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Request
 from atlas_jax.depth.policies import Policy
 from atlas_jax.lab.bench import BenchError, Comparison, build_engine, compare, near_tie, with_plain
 from atlas_jax.lab.text_table import text_table
 from atlas_jax.model.mixers import Params
 
+ROOT = Path(__file__).resolve().parents[2]
 PROBE_TOKENS = 24
+PROBES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +61,7 @@ class Versus:
       equal: all tokens agree but for excused near ties.
       excused, unexcused, compared: divergences that a near tie excuses, the others, and tokens compared.
       hf_threads: how many threads transformers ran on.
+      versions: of jax, torch and transformers.
     """
 
     regime: str
@@ -66,69 +78,82 @@ class Versus:
     compared: int
     repetitions: int
     hf_threads: int
+    versions: Mapping[str, str]
     note: str = ""
 
 
 class Reference:
-    """transformers' own model of a directory, in float32."""
+    """transformers' own model of a directory, in float32, in a process of its own; close it, or use it with `with`.
 
-    def __init__(self, directory: Path, cfg: ModelConfig):
-        try:
-            import torch
-            import transformers
-        except ImportError as error:
-            where = "run in the environment that scripts/setup_hf.sh makes"
-            raise BenchError(f"{error.name} is not installed here; {where}") from None
-        transformers.logging.set_verbosity_error()
-        self._torch = torch
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    `python` is an interpreter that has torch and transformers; None: this one, or the one of scripts/setup_hf.sh.
+    Raises `BenchError` where there is none, or where the process ends.
+    """
+
+    def __init__(self, directory: Path, cfg: ModelConfig, python: Path | None = None):
+        command = [str(python or find_python()), "-m", "atlas_jax.lab.hf_worker", str(directory)]
+        self._worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         self._ends = list(cfg.eos_ids) or None
-        self._config = transformers.GenerationConfig
+        self.threads = 1
+        try:
+            self.versions: dict[str, str] = self._read()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def generate(self, request: Request) -> Answer:
         """Greedy tokens of the request."""
-        ids = self._torch.tensor([list(request.prompt)])
-        ends = None if request.ignore_eos else self._ends
-        config = self._config(
-            max_new_tokens=request.max_new_tokens, do_sample=False, eos_token_id=ends, pad_token_id=0, use_cache=True
-        )
-        clock = _Clock()
-        with self._torch.inference_mode():
-            out = self._model.generate(
-                ids, attention_mask=self._torch.ones_like(ids), generation_config=config, streamer=clock
-            )
-        total = time.perf_counter() - clock.began
-        return Answer(tuple(out[0, len(request.prompt) :].tolist()), 1, clock.first_s, total)
+        asked = {
+            "prompt": list(request.prompt),
+            "max_new_tokens": request.max_new_tokens,
+            "ends": None if request.ignore_eos else self._ends,
+            "threads": self.threads,
+        }
+        assert self._worker.stdin is not None
+        try:
+            self._worker.stdin.write(json.dumps(asked) + "\n")
+            self._worker.stdin.flush()
+        except BrokenPipeError:
+            pass  # the read tells
+        found = self._read()
+        return Answer(tuple(found["tokens"]), 1, found["first_s"], found["total_s"])
+
+    def _read(self) -> dict[str, Any]:
+        assert self._worker.stdout is not None
+        line = self._worker.stdout.readline()
+        if not line:
+            raise BenchError(f"the process of transformers ended (status {self._worker.wait()}); see its words above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def __enter__(self) -> Reference:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.kill()
+        self._worker.communicate()  # closes the pipes
 
     def choose_threads(self, request: Request) -> int:
-        """Set and return the number of threads on which the request is answered fastest."""
+        """Set and return the number of threads on which the request is decoded fastest."""
         request = dataclasses.replace(request, max_new_tokens=PROBE_TOKENS, ignore_eos=True)
         most = len(os.sched_getaffinity(0))
         seconds: dict[int, float] = {}
-        for threads in sorted({1, max(1, most // 2), most}):
-            self._torch.set_num_threads(threads)
-            self.generate(request)
-            seconds[threads] = min(self.generate(request).total_s for _ in range(2))
-        best = min(seconds, key=lambda threads: seconds[threads])
-        self._torch.set_num_threads(best)
-        return best
+        for turn in range(PROBES + 1):
+            for threads in sorted({1, max(1, most // 2), most}):
+                self.threads = threads
+                answer = self.generate(request)
+                took = answer.total_s - answer.first_s
+                seconds[threads] = min(took, seconds[threads]) if turn > 1 else took  # the first is a warm-up
+        self.threads = min(seconds, key=lambda threads: seconds[threads])
+        return self.threads
 
 
-class _Clock:
-    """A streamer of transformers' that notes when the first token came; the prompt comes before it."""
-
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
-        self.first_s = 0.0
-        self._puts = 0
-
-    def put(self, value: object) -> None:
-        self._puts += 1
-        if self._puts == 2:
-            self.first_s = time.perf_counter() - self.began
-
-    def end(self) -> None:
-        pass
+def find_python() -> Path:
+    """An interpreter with torch and transformers: this one, or that of the environment of scripts/setup_hf.sh."""
+    if all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
+        return Path(sys.executable)
+    if not (theirs := ROOT / ".cache" / "hf" / "bin" / "python").exists():
+        raise BenchError("transformers is not installed; scripts/setup_hf.sh makes an environment that has it")
+    return theirs
 
 
 def measure_against_hf(
@@ -146,23 +171,37 @@ def measure_against_hf(
     if repetitions < 1 or not all(requests_by_regime.values()):
         raise BenchError("measure at least one request of each regime, at least once")
     policies = with_plain(policies)
-    reference = Reference(directory, cfg)
     engine, seconds = build_engine(params, cfg, 1, policies, context)
-    threads = reference.choose_threads(next(iter(requests_by_regime.values()))[0])
-    say(f"programs compiled in {seconds:.1f} s; transformers is fastest on {threads} threads")
+    say(f"programs compiled in {seconds:.1f} s")
+    with Reference(directory, cfg) as reference:
+        threads = reference.choose_threads(next(iter(requests_by_regime.values()))[0])
+        say(f"transformers is fastest on {threads} threads; {reference.versions}")
+        return _in_turns(engine, reference, params, cfg, requests_by_regime, policies, repetitions, say)
 
+
+def _in_turns(
+    engine: Engine,
+    reference: Reference,
+    params: Params,
+    cfg: ModelConfig,
+    requests_by_regime: Mapping[str, Sequence[Request]],
+    policies: Sequence[Policy],
+    repetitions: int,
+    say: Callable[[str], None],
+) -> list[Versus]:
     def ours(policy: Policy) -> Runner:
         def answer(request: Request) -> Answer:
             engine.policy = policy
             tokens: list[int] = []
-            began, first, first_s = time.perf_counter(), 0, 0.0
-            for emission in engine.stream([request]):
-                tokens += emission.tokens
-                if not first:
+            first, first_s, began = 0, 0.0, time.perf_counter()
+            id = engine.submit(request)
+            while not engine.idle:
+                tokens += [token for emission in engine.step() for token in emission.tokens]
+                if not first and tokens:  # one call gives the tokens of several steps
                     first, first_s = len(tokens), time.perf_counter() - began
-                if emission.finished:
-                    engine.completion(emission.request)
-            return Answer(tuple(tokens), first, first_s, time.perf_counter() - began)
+            total = time.perf_counter() - began
+            engine.completion(id)
+            return Answer(tuple(tokens), first, first_s, total)
 
         return answer
 
@@ -185,7 +224,7 @@ def measure_against_hf(
         gap = near_tie(params, cfg, [*requests] * repetitions, tokens["transformers"])
         for policy in policies:
             found = compare(tokens["transformers"], tokens[policy.name], gap)
-            rows.append(versus(regime, policy.name, answers[policy.name], answers["transformers"], found, threads))
+            rows.append(versus(regime, policy.name, answers[policy.name], answers["transformers"], found, reference))
     return rows
 
 
@@ -195,7 +234,7 @@ def versus(
     ours: Sequence[Sequence[Answer]],
     theirs: Sequence[Sequence[Answer]],
     found: Comparison,
-    threads: int,
+    reference: Reference,
 ) -> Versus:
     """The row of one policy, from the answers of each repetition on either side."""
     mine, others = [_decode_rate(passes) for passes in ours], [_decode_rate(passes) for passes in theirs]
@@ -216,7 +255,8 @@ def versus(
         unexcused=found.unexcused,
         compared=found.compared,
         repetitions=len(ours),
-        hf_threads=threads,
+        hf_threads=reference.threads,
+        versions={"jax": jax.__version__, **reference.versions},
         note=found.note,
     )
 

@@ -87,11 +87,19 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of the parameter tree and the checkpoint tensors that fill it."""
+    """One array of the parameter tree and the checkpoint tensors that fill it, whose last two axes are `swapped`."""
 
     path: LeafPath
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    swapped: bool = True
+
+    def allocate(self, make: Callable[..., np.ndarray], dtype: np.dtype) -> np.ndarray:
+        """The leaf by `np.empty` or `np.zeros`, in memory in the tensors' order: filling it then moves whole rows."""
+        if not self.swapped or len(self.shape) < 2:
+            return make(self.shape, dtype)
+        *lead, inputs, outputs = self.shape
+        return make((*lead, outputs, inputs), dtype).swapaxes(-1, -2)
 
 
 def leaves(cfg: ModelConfig, naming: Naming) -> Iterator[Leaf]:
@@ -208,7 +216,7 @@ def _moe(cfg: ModelConfig, path: LeafPath, at: str, fused: bool) -> Iterator[Lea
 
 
 def _same(path: LeafPath, name: str, *shape: int) -> Leaf:
-    return Leaf(path, shape, (Part(name, shape, lambda leaf, tensor: [(leaf, tensor)]),))
+    return Leaf(path, shape, (Part(name, shape, lambda leaf, tensor: [(leaf, tensor)]),), swapped=False)
 
 
 def _linear(path: LeafPath, name: str, inputs: int, outputs: int) -> Leaf:

@@ -260,25 +260,29 @@ def test_decoding_is_measured_beside_theirs(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
-def test_scripts_take_a_directory_that_they_wrote(name, tmp_path, capsys):
+def test_scripts_take_a_directory_that_they_wrote(name, tmp_path):
     """`generate --chat` on it gives their own tokens, by its template and end tokens; without a head only plainly."""
     model = build(name, 2, False, vocab=2048)
-    messages, template = [{"role": "user", "content": "Ahoy"}], "{% for m in messages %}{{ m.content }}: {% endfor %}"
     ids = ChatTokenizer.load(SMALL).encode("Ahoy: ")
-    free = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, pad_token_id=0)[0, len(ids) :].tolist()
+
+    def answer():
+        options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+        return model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
+
+    free = answer()
     end = next(token for i, token in enumerate(free) if i > 5 and token not in free[:i])
     model.generation_config.eos_token_id = [2047, end]
+    theirs = answer()
     model.save_pretrained(tmp_path, max_shard_size="200KB")
     shutil.copy(SMALL / "tokenizer.json", tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(template)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}: {% endfor %}")
     spec = importlib.util.spec_from_file_location("generate", SMALL.parents[1] / "scripts" / "generate.py")
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
-    config = generate.Config(messages[0]["content"], model=tmp_path, policy="plain", max_new_tokens=24, chat=True)
+    config = generate.Config("Ahoy", model=tmp_path, policy="plain", max_new_tokens=24, chat=True)
     result = generate.main(config)
-    theirs = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, pad_token_id=0)[0, len(ids) :]
     assert theirs[-1] == end and result["tokens"] == len(theirs) < 24 and result["finished"] != "length"
-    assert result["text"] == ChatTokenizer.load(tmp_path).decode(theirs.tolist(), skip_specials=False)
+    assert result["text"] == ChatTokenizer.load(tmp_path).decode(theirs, skip_specials=False)
     with pytest.raises(PolicyError, match="needs a draft head and the model has none"):
         generate.main(dataclasses.replace(config, policy="fixed2"))
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,8 +14,8 @@ from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Request
 from atlas_jax.depth.policies import parse_policy
 from atlas_jax.lab import against_hf
-from atlas_jax.lab.against_hf import Reference, measure_against_hf, table
-from atlas_jax.lab.bench import BenchError
+from atlas_jax.lab.against_hf import Answer, Reference, measure_against_hf, table, versus
+from atlas_jax.lab.bench import BenchError, Comparison
 from atlas_jax.presets import random_params
 
 REQUESTS = {
@@ -70,6 +71,21 @@ def test_a_ratio_is_given_for_equal_tokens_and_for_no_others(actor, tmp_path):
     for row in rows[2:]:
         assert not row.equal and row.unexcused == 2 and row.tok_s is row.ratio_to_hf is row.request_ratio_to_hf is None
     assert "NO: 2 divergences that no near tie excuses" in table(rows)
+
+
+def test_rates_are_of_what_came_after_the_first_step():
+    """By hand."""
+    ours = [[Answer((1, 2, 3, 4, 5), 2, 1.0, 2.0)], [Answer((1, 2, 3, 4, 5), 1, 1.0, 3.0)]]
+    theirs = [[Answer((1, 2, 3, 4, 5), 1, 2.0, 6.0)], [Answer((1, 2, 3, 4, 5), 1, 1.0, 2.0)]]
+    reference = SimpleNamespace(threads=1, versions={})
+    row = versus("prose", "fixed1", ours, theirs, Comparison(compared=10), reference)
+    assert (row.tok_s, row.hf_tok_s) == (2.5, 2.5)  # medians of 3 and 2, of 1 and 4
+    assert (row.ratio_to_hf, row.ratio_min, row.ratio_max) == (1.75, 0.5, 3.0)
+    assert row.request_ratio_to_hf == round((3 + 2 / 3) / 2, 4)
+    assert row.equal and row.repetitions == 2
+    assert "0.50-3.00" in table([row]) and "yes" in table([row])
+    with pytest.raises(BenchError, match="beyond its first step"):
+        versus("prose", "plain", [[Answer((1,), 1, 1.0, 1.0)]], theirs[:1], Comparison(compared=1), reference)
 
 
 def test_the_fastest_number_of_threads_is_taken(actor, tmp_path, monkeypatch):
