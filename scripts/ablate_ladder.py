@@ -9,6 +9,8 @@ OUT/rows.csv; an interrupted run goes on where it was. A winner is named only wh
 """
 
 import argparse
+import csv
+import dataclasses
 import itertools
 import json
 import sys
@@ -30,13 +32,14 @@ from atlas_jax.lab.ablate import (
     best_ladder,
     describe,
     parse_grid,
+    standings,
     summarize,
     verdicts,
 )
 from atlas_jax.lab.cost import CostError, CostTable
 from atlas_jax.lab.tables import DEFAULT_COSTS, find_costs, find_trace
 from atlas_jax.lab.text_table import text_table
-from atlas_jax.lab.trace import TraceError, load_trace
+from atlas_jax.lab.trace import Trace, TraceError, load_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = format_ladder(DEFAULT_STEPS)
@@ -48,8 +51,9 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     say = lambda text: print(text, file=sys.stderr, flush=True)
     out = sys.stderr if args.json else sys.stdout
     grid = list(dict.fromkeys(args.grid or (DEFAULT, *(f"32:{d}" for d in range(1, args.num_drafts + 1)))))
+    auto = None
     if args.decode:
-        rows, costs, acceptance, grid = decode(args, grid, say)
+        rows, costs, acceptance, grid, auto = decode(args, grid, say)
     else:
         costs = find_costs(args.costs)
         rows = ablate_simulated(
@@ -69,7 +73,17 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     cells = summarize(rows)
     found = verdicts(cells, parsed, args.num_drafts)
     print(table(cells), file=out)
+    if args.decode:
+        print("\n" + simulated(args, cells, grid, costs), file=out)
     print("\n" + "\n".join(describe(found)), file=out)
+    standing = [] if auto is None else standings(cells, parsed, auto)
+    for at in standing:
+        good = "good" if at.good() else "NOT good"
+        print(
+            f"auto at C = {at.concurrency}: {at.over_plain:.3f} times plain, {at.over_best:.3f} times the best fixed "
+            f"depth ({at.depth}), A/A {at.aa_spread:.1%}: {good}",
+            file=out,
+        )
     draw(args.out, cells, found, costs, acceptance, args.num_drafts)
     print(f"plots and rows in {args.out}; {time.perf_counter() - began:.0f} s", file=out)
     best = best_ladder(found)
@@ -77,6 +91,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         "best_ladder": format_ladder(best.steps),
         "cap": best.max_seqs,
         "decided": all(v.decided for v in found),
+        "auto": auto,
+        "auto_good": all(at.good() for at in standing) if standing else None,
         "cells": [
             {
                 "ladder": cell.ladder,
@@ -94,37 +110,37 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def decode(args: argparse.Namespace, grid: list[str], say: Any) -> Any:
-    """Rows by decoding, the measured costs, the measured acceptance, and the grid with the fitted ladder."""
+    """Rows by decoding, the measured costs and acceptance, the grid with the fitted ladder, and that ladder."""
     import jax
     import numpy as np
 
-    from atlas_jax.lab.ablate_decode import LEAST, ablate_decoded, record, validate
+    from atlas_jax.decode.engine import Engine
+    from atlas_jax.lab.ablate_decode import LEAST, ablate_decoded, context_of, record
     from atlas_jax.lab.bench import use_cpu_threads
-    from atlas_jax.lab.measure_cost import Plan, device_id, empty_about, measure_costs
+    from atlas_jax.lab.measure_cost import Plan, about_this, device_id, engine_config, measure_costs
     from atlas_jax.lab.prompts import load_requests
-    from atlas_jax.train.tokens import load_tokenizer
     from atlas_jax.weights.checkpoint import load_model
+    from atlas_jax.weights.tokenizer import ChatTokenizer
 
     use_cpu_threads(1)
-    # What is measured and what decodes are the same programs; and an interrupted run does not compile them again.
+    # An interrupted run does not compile its programs again.
     jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     cfg, params = load_model(args.model)
-    tokenizer = load_tokenizer(args.model / "tokenizer.json")
+    tokenizer = ChatTokenizer.load(args.model).tokenizer
     requests, offline = load_requests(args.regimes, tokenizer, max(LEAST, *args.concurrency), args.max_new_tokens)
     if offline:
         say(f"The held-out texts cannot be had: {offline} Measuring on our own prompts.")
     lengths = sorted(len(request.prompt) for own in requests.values() for request in own)
-    contexts = (lengths[0], lengths[-1] + args.max_new_tokens)
-    plan = Plan(tuple(args.concurrency), args.num_drafts, contexts, args.visits)
+    plan = Plan(tuple(args.concurrency), args.num_drafts, (lengths[0], lengths[-1]), args.visits)
+    # The engine whose steps are measured is the one that decodes.
+    engine = Engine(params, cfg, engine_config(plan, np.float32, context_of(requests)))
     # `costs.json` with all widths is not measured again, and one of another machine is an error.
     kept = args.out / "costs.json"
     costs = measure_costs(
-        params,
-        cfg,
+        engine,
         plan,
-        dtype=np.float32,
-        about=empty_about(np.float32, name=args.model.resolve().name, threads="1"),
+        about=about_this(np.float32, name=args.model.resolve().name, threads="1"),
         done=CostTable.load(kept) if kept.is_file() else None,
         keep=lambda table: table.save(kept),
         say=say,
@@ -133,36 +149,57 @@ def decode(args: argparse.Namespace, grid: list[str], say: Any) -> Any:
     if not recorded.is_file():
         say(f"recording a trace at {args.num_drafts} drafts")
         record(recorded, params, cfg, requests, args.num_drafts)
-    trace = load_trace(recorded).expect(costs.model)
-    traces = {regime: trace.only(regime) for regime in args.regimes}
-    acceptance = {regime: own.acceptance() for regime, own in traces.items()}
+    acceptance = {regime: own.acceptance() for regime, own in traces(args, costs).items()}
     # One ladder for all regimes: fitted to the mean of their tokens a step.
     pooled = pool(list(acceptance.values()), args.num_drafts)
     fit = fit_ladder(costs, pooled, args.concurrency, lengths[len(lengths) // 2])
     say(f"auto: {fit.describe()}")
-    grid = list(dict.fromkeys([*grid, f"{format_ladder(fit.steps)}@{fit.cap}"]))
+    auto = f"{format_ladder(fit.steps)}@{fit.cap}"
+    grid = list(dict.fromkeys([*grid, auto]))
     source = f"{device_id()}, jax {jax.__version__}"
     rows = ablate_decoded(
         args.out / "rows.csv",
         source,
+        engine,
         params,
-        cfg,
         requests,
         grid,
         plan,
         repetitions=args.repetitions,
         say=say,
     )
-    checks = validate(summarize(rows), grid, args.num_drafts, costs, traces)
-    header = ("regime", "C", "ladder", "measured", "range", "simulated", "error")
-    shown = [
-        (c.regime, c.concurrency, c.ladder, c.measured, f"{c.low:,.0f}-{c.high:,.0f}", c.simulated, f"{c.error:+.1%}")
+    return rows, costs, acceptance, grid, auto
+
+
+def traces(args: argparse.Namespace, costs: CostTable) -> dict[str, Trace]:
+    """The recorded trace by regime."""
+    trace = load_trace(args.out / "trace.jsonl.gz").expect(costs.model)
+    return {regime: trace.only(regime) for regime in args.regimes}
+
+
+def simulated(args: argparse.Namespace, cells: Sequence[Cell], grid: Sequence[str], costs: CostTable) -> str:
+    """The simulator's speed beside each measured one, from costs and trace alone; also as OUT/validation.csv."""
+    from atlas_jax.lab.ablate_decode import validate
+
+    checks = validate(cells, grid, args.num_drafts, costs, traces(args, costs))
+    header = ("regime", "C", "ladder", "measured", "range", "simulated", "error", "A/A")
+    rows = [
+        (
+            *(c.regime, c.concurrency, c.ladder, c.measured, f"{c.low:,.0f}-{c.high:,.0f}"),
+            *(c.simulated, f"{c.error:+.1%}", f"{c.noise:.1%}"),
+        )
         for c in checks
     ]
+    with (args.out / "validation.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        speeds = ("measured", "low", "high", "simulated")
+        writer.writerow(("ladder", "concurrency", "regime", *speeds, "aa_spread", "error"))
+        for c in checks:
+            values = (*dataclasses.astuple(c), c.error)
+            writer.writerow(round(value, 4) if isinstance(value, float) else value for value in values)
     good = sum(c.within(0.05) for c in checks)
-    say(text_table(header, shown))
-    say(f"the simulator is within 5 % or the range in {good} of {len(checks)} cells")
-    return rows, costs, acceptance, grid
+    told = f"simulated against measured: within 5 % or the A/A spread in {good} of {len(checks)} cells"
+    return f"{text_table(header, rows)}\n{told}"
 
 
 def pool(curves: Sequence[Sequence[float]], depth: int) -> tuple[float, ...]:
@@ -238,7 +275,7 @@ def parse(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--regimes", nargs="+", default=["prose", "tools"], help="[prose tools]")
     add("--decode", action="store_true", help="measure here instead of simulating")
     add("--model", type=Path, default=ROOT / "checkpoints" / "small", help="with --decode: directory of a checkpoint")
-    add("--max-new-tokens", type=int, default=32, help="with --decode, of every request [%(default)s]")
+    add("--max-new-tokens", type=int, default=64, help="with --decode, of every request [%(default)s]")
     add("--visits", type=int, default=5, help="with --decode: turns of each arm of the cost table [%(default)s]")
     add("--costs", default=DEFAULT_COSTS, help="of the simulation [%(default)s]")
     add("--seconds", type=float, default=20.0, help="of simulated time in each run [%(default)s]")

@@ -8,6 +8,7 @@ Plain decode and every depth take turns on the same running sequences. An interr
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -17,12 +18,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from atlas_jax.config import ConfigError
+from atlas_jax.decode.engine import Engine
+from atlas_jax.depth.policies import Off
 from atlas_jax.lab.bench import use_cpu_threads
 from atlas_jax.lab.cost import CostError, CostTable, model_id
-from atlas_jax.lab.measure_cost import Plan, device_id, empty_about, measure_costs
+from atlas_jax.lab.measure_cost import Plan, about_this, device_id, engine_config, measure_costs
 from atlas_jax.lab.text_table import text_table
 from atlas_jax.presets import PRESETS, preset, random_params
+from atlas_jax.train.heads import fresh_head
 from atlas_jax.weights.checkpoint import load_model
+from atlas_jax.weights.shards import WeightError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -37,17 +43,23 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         cfg = preset(args.random_init, layers=args.layers, vocab=args.vocab)
         params = random_params(cfg, 0, dtype)
     else:
-        cfg, params = load_model(args.model)
+        cfg, params = load_model(args.model, allow_missing="head")
+        if not cfg.mtp_layers:
+            print(f"{args.model} has no MTP head: measured with a fresh one, which costs the same", file=sys.stderr)
+            cfg = dataclasses.replace(cfg, mtp_layers=1)
+            params["mtp"] = fresh_head(cfg)
     name = args.random_init or args.model.resolve().name
     out = args.out or ROOT / "runs" / "costs" / f"{name}-{jax.devices()[0].platform}.json"
     say = lambda text: print(text, file=sys.stderr, flush=True)
-    plan = Plan(tuple(args.widths), args.deepest, tuple(args.contexts), args.visits, args.steps)
+    plan = Plan(tuple(args.widths), args.deepest, tuple(args.contexts), args.visits, rounds=args.rounds)
     done = None
     if out.is_file() and not args.again:
         done = CostTable.load(out).expect(model=model_id(cfg), device=device_id())
         say(f"{out} has widths {done.widths} already; --again measures them anew")
-    about = empty_about(dtype, name=name, threads=str(threads or "all"))
-    table = measure_costs(params, cfg, plan, dtype=dtype, about=about, done=done, keep=lambda t: t.save(out), say=say)
+    about = about_this(dtype, name=name, threads=str(threads or "all"))
+    engine = Engine(params, cfg, engine_config(plan, dtype), Off())
+    say(engine.kernels.describe())
+    table = measure_costs(engine, plan, about=about, done=done, keep=lambda t: t.save(out), say=say)
     print(render(table), file=sys.stderr if args.json else sys.stdout)
     line = {
         "out": str(out),
@@ -63,17 +75,17 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def render(table: CostTable) -> str:
-    """Milliseconds, and cost over plain's at the same width and context."""
+    """Milliseconds of a step within a call of several and of one alone; cost over plain's at the same place."""
     plain = {(s.n, s.context): s.seconds for s in table.steps if not s.head}
     rows = [
         (
             *(s.n, f"{s.context:.0f}", f"{s.k - 1} drafts" if s.head else "plain", 1e3 * s.seconds),
             f"{1e3 * (s.low or s.seconds):.3f}-{1e3 * (s.high or s.seconds):.3f}",
-            *(s.samples, s.seconds / plain[s.n, s.context]),
+            *(1e3 * (s.alone or s.seconds), s.samples, s.seconds / plain[s.n, s.context]),
         )
         for s in sorted(table.steps)
     ]
-    return text_table(("n", "context", "step", "ms", "quartiles", "steps", "cost"), rows)
+    return text_table(("n", "context", "step", "ms", "quartiles", "alone", "calls", "cost"), rows)
 
 
 def parse(args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -90,7 +102,7 @@ def parse(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--contexts", type=int, nargs="+", default=plan.contexts, help="tokens of a sequence before it is measured")
     add("--deepest", type=int, default=plan.deepest, help="most drafts [%(default)s]")
     add("--visits", type=int, default=plan.visits, help="turns of each arm [%(default)s]")
-    add("--steps", type=int, default=plan.steps, help="steps in a turn [%(default)s]")
+    add("--rounds", type=int, default=plan.rounds, help="steps of a call, as EngineConfig.rounds [%(default)s]")
     add("--cpu-threads", type=int, help="of XLA [1: more is slower for the shipped model; all for random weights]")
     add("--out", type=Path, help="file of the table [runs/costs/NAME-PLATFORM.json]")
     add("--again", action="store_true", help="measure anew what the file has")
@@ -101,5 +113,5 @@ def parse(args: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         main(parse())
-    except CostError as error:
+    except (ConfigError, CostError, WeightError) as error:
         sys.exit(f"error: {error}")

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     from atlas_jax.lab.oracle import TIE_BOUND, Oracle
     from atlas_jax.lab.prompts import own_prompts
     from atlas_jax.lab.soak import Soak, Traffic, soak, tiny_model
-    from atlas_jax.train.tokens import load_tokenizer
+    from atlas_jax.weights.tokenizer import ChatTokenizer
 
     console = Console(stderr=True, quiet=args.json)
     if args.random_init:
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         texts = np.random.default_rng(args.seed).integers(0, cfg.vocab_size, (64, 4 * args.prompt)).tolist()
     else:
         cfg, params = load_model(args.model)
-        tokenizer = load_tokenizer(args.model / "tokenizer.json")
+        tokenizer = ChatTokenizer.load(args.model).tokenizer
         texts = [text for regime in own_prompts(tokenizer).values() for text in regime]
     policies = [parse_policy(name) for name in args.policies.split(",")]
     deepest = max(policy.max_drafts for policy in policies)

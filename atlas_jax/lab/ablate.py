@@ -74,6 +74,27 @@ class Verdict:
     aa_spread: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """How a ladder does at one concurrency, over all regimes (geometric mean), medians over the repetitions.
+
+    Attributes:
+      over_plain: its speed over plain's.
+      over_best: over that of the fixed depth that is best there, `depth`.
+      aa_spread: how far the same ladder came apart from itself; differences within it are none.
+    """
+
+    concurrency: int
+    over_plain: float
+    over_best: float
+    depth: int
+    aa_spread: float
+
+    def good(self, bound: float = 0.03) -> bool:
+        """Not slower than plain beyond the spread, and within the bound (or the spread) of the best fixed depth."""
+        return self.over_plain >= 1 - self.aa_spread and self.over_best >= 1 - max(bound, self.aa_spread)
+
+
 def parse_grid(texts: Iterable[str], max_drafts: int) -> dict[str, LadderConfig]:
     """Ladders by their written form, each up to a `cap` where it is given as `LADDER@CAP`.
 
@@ -230,25 +251,32 @@ def summarize(rows: Sequence[Row]) -> list[Cell]:
     return cells
 
 
+def _joint(cells: Sequence[Cell], c: int) -> dict[str, list[float]]:
+    """Speed over plain per ladder and repetition at one concurrency, the geometric mean of the regimes."""
+    joint: dict[str, list[float]] = {}
+    for ladder in dict.fromkeys(cell.ladder for cell in cells if cell.concurrency == c):
+        per_regime = [cell.ratios for cell in cells if cell.ladder == ladder and cell.concurrency == c]
+        joint[ladder] = [math.exp(statistics.mean(map(math.log, each))) for each in zip(*per_regime, strict=False)]
+    return joint
+
+
+def _spread(joint: dict[str, list[float]], first: str) -> float:
+    """How far the A/A arm came apart from its twin, at most."""
+    return max((abs(a / b - 1) for a, b in zip(joint.get(AA, ()), joint.get(first, ()), strict=False)), default=0.0)
+
+
 def verdicts(cells: Sequence[Cell], grid: dict[str, LadderConfig], num_drafts: int) -> list[Verdict]:
     """The best depth at each concurrency."""
     found = []
     for c in sorted({cell.concurrency for cell in cells}):
-        here = [cell for cell in cells if cell.concurrency == c]
+        joint = _joint(cells, c)
         # Ladders that ask for the same depth here are the same arm.
-        by_depth: dict[int, list[list[float]]] = {}
-        joint: dict[str, list[float]] = {}
-        for ladder in dict.fromkeys(cell.ladder for cell in here):
-            per_regime = [cell.ratios for cell in here if cell.ladder == ladder]
-            joint[ladder] = [math.exp(statistics.mean(map(math.log, each))) for each in zip(*per_regime, strict=False)]
+        pooled: dict[int, list[float]] = {}
+        for ladder, ratios in joint.items():
             if ladder != AA:
                 depth = 0 if ladder == PLAIN else grid[ladder].step_drafts(c, num_drafts)
-                by_depth.setdefault(depth, []).append(joint[ladder])
-        first = next(iter(grid))
-        spread = 0.0
-        if AA in joint and first in joint:
-            spread = max(abs(a / b - 1) for a, b in zip(joint[AA], joint[first], strict=False))
-        pooled = {depth: [x for run in runs for x in run] for depth, runs in by_depth.items()}
+                pooled.setdefault(depth, []).extend(ratios)
+        spread = _spread(joint, next(iter(grid)))
         best, *others = sorted(pooled, key=lambda depth: (-statistics.median(pooled[depth]), depth))
         decided = all(min(pooled[best]) > max(pooled[d]) for d in others)
         rival = (others[0], statistics.median(pooled[others[0]])) if others else None
@@ -257,6 +285,25 @@ def verdicts(cells: Sequence[Cell], grid: dict[str, LadderConfig], num_drafts: i
             decided = decided and median / rival[1] - 1 > spread
         found.append(Verdict(c, best, median, decided, rival, spread))
     return found
+
+
+def standings(cells: Sequence[Cell], grid: dict[str, LadderConfig], ladder: str) -> list[Standing]:
+    """A ladder against plain and against the best of the grid's fixed depths (`N:D` and no cap in reach)."""
+    found = []
+    for c in sorted({cell.concurrency for cell in cells}):
+        joint = _joint(cells, c)
+        fixed = {config.steps[0][1]: text for text, config in grid.items() if _fixed(config, c) and text != ladder}
+        if not fixed:
+            raise ValueError(f"no fixed depth in the grid to hold {ladder} against at concurrency {c}; add 32:1 or so")
+        depth = max(fixed, key=lambda d: statistics.median(joint[fixed[d]]))
+        over_best = statistics.median(a / b for a, b in zip(joint[ladder], joint[fixed[depth]], strict=True))
+        spread = _spread(joint, next(iter(grid)))
+        found.append(Standing(c, statistics.median(joint[ladder]), over_best, depth, spread))
+    return found
+
+
+def _fixed(config: LadderConfig, c: int) -> bool:
+    return len(config.steps) == 1 and config.max_seqs >= c
 
 
 def best_ladder(found: Sequence[Verdict]) -> LadderConfig:

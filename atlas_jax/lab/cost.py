@@ -21,6 +21,7 @@ from atlas_jax.config import ModelConfig
 Kind = Literal["measured", "roofline", "published", "made"]
 ContextRule = Literal["longest", "mean"]
 FORMAT = "atlas_jax cost table 1"
+ROOM = 1.1  # how far beyond its largest context a table is trusted
 
 
 class CostError(ValueError):
@@ -34,8 +35,10 @@ class StepTime:
     Attributes:
       n, k, rows, head: the shape, as of a decode bucket.
       context: committed tokens of each sequence.
-      seconds: median of a step, host work included; with the quartiles `low` and `high` where measured.
-      samples: steps that were timed; 0 where none was.
+      seconds: median of a step within a call of the table's `rounds`, host work included; with the quartiles `low` and
+        `high` where measured.
+      samples: calls that were timed; 0 where none was.
+      alone: median of a step that is a call of its own; None where the table knows calls of one step only.
     """
 
     n: int
@@ -47,6 +50,7 @@ class StepTime:
     low: float | None = None
     high: float | None = None
     samples: int = 0
+    alone: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,7 @@ class CostTable:
       steps: the times.
       prefill: seconds of a prompt token.
       context_rule: whether a step's time goes by the longest context of its sequences or by their mean.
+      rounds: steps of one call to the device, as `EngineConfig.rounds`.
       about: what else there is to know: jax version, dtype, flags, commit, date, source.
     """
 
@@ -70,14 +75,17 @@ class CostTable:
     prefill: float = 0.0
     context_rule: ContextRule = "longest"
     about: tuple[tuple[str, str], ...] = ()
+    rounds: int = 1
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind) or self.context_rule not in get_args(ContextRule):
             raise CostError(f"kind {self.kind!r} or context rule {self.context_rule!r} is unknown")
         if not self.steps:
             raise CostError("a cost table needs at least one step time")
-        if bad := [step for step in self.steps if not step.seconds > 0]:
+        if bad := [step for step in self.steps if not (step.seconds > 0 and (step.alone is None or step.alone > 0))]:
             raise CostError(f"step times must be above 0: {bad[0]}")
+        if self.rounds < 1 or (self.rounds > 1 and any(step.alone is None for step in self.steps)):
+            raise CostError(f"calls of {self.rounds} steps need the time of a call of one beside them")
 
     def __hash__(self) -> int:
         return hash((self.model, self.device, len(self.steps), self.steps[0]))
@@ -93,7 +101,7 @@ class CostTable:
         if at == 0:
             return times[0]
         if at == len(contexts):
-            if context > 1.1 * contexts[-1]:
+            if context > ROOM * contexts[-1]:
                 raise CostError(
                     f"the costs of {n} sequences of {k} rows end at a context of {contexts[-1]:,.0f}; {context:,.0f} "
                     "was asked for: measure longer ones"
@@ -101,6 +109,20 @@ class CostTable:
             return times[-1]
         share = (context - contexts[at - 1]) / (contexts[at] - contexts[at - 1])
         return times[at - 1] + share * (times[at] - times[at - 1])
+
+    @functools.cached_property
+    def one_a_call(self) -> CostTable:
+        """The table for steps that are calls of their own: what a policy with a memory pays."""
+        steps = (dataclasses.replace(s, seconds=s.alone or s.seconds, alone=None) for s in self.steps)
+        return self if self.rounds == 1 else dataclasses.replace(self, steps=tuple(steps), rounds=1)
+
+    def further(self, n: int, k: int, rows: int, context: float, head: bool = True) -> float:
+        """Seconds of a step after the first of its call, which costs `one_a_call.seconds`."""
+        first = self.one_a_call.seconds(n, k, rows, context, head)
+        if self.rounds == 1:
+            return first
+        # By the two measured points; not negative where noise is larger than what a call costs.
+        return max((self.rounds * self.seconds(n, k, rows, context, head) - first) / (self.rounds - 1), 0.0)
 
     def expect(self, *, model: str | None = None, device: str | None = None) -> CostTable:
         """This table, if it is of that model and device. Raises `CostError` otherwise."""
@@ -126,7 +148,7 @@ class CostTable:
         """Write as JSON, a step time a line, so that two tables can be compared."""
         head = {
             "format": FORMAT,
-            **{name: getattr(self, name) for name in ("kind", "model", "device", "context_rule", "prefill")},
+            **{name: getattr(self, name) for name in ("kind", "model", "device", "context_rule", "prefill", "rounds")},
             "about": dict(self.about),
         }
         lines = ",\n".join(json.dumps(_compact(step)) for step in sorted(self.steps))
@@ -148,6 +170,7 @@ class CostTable:
                 prefill=read["prefill"],
                 context_rule=read["context_rule"],
                 about=tuple(read["about"].items()),
+                rounds=read.get("rounds", 1),
             )
         except OSError as error:
             raise CostError(f"no cost table at {path}: {error.strerror}") from None
@@ -243,5 +266,7 @@ def merge(tables: Iterable[CostTable]) -> CostTable:
     for other in others:
         if other.kind != first.kind:
             raise CostError(f"{first.kind} and {other.kind} costs are not mixed")
+        if other.rounds != first.rounds:
+            raise CostError(f"costs of calls of {first.rounds} and {other.rounds} steps are not mixed")
         other.expect(model=first.model, device=first.device)
     return dataclasses.replace(first, steps=tuple(sorted({s for t in (first, *others) for s in t.steps})))

@@ -1,7 +1,8 @@
 """Decoding, replayed without a model: a trace says what is accepted, a cost table how long it takes, a policy how deep.
 
-Events are admissions (with their prefill), steps and departures; the clock is the table's. The same trace, seed and
-policy give the same run. Nothing here imports JAX.
+Events are admissions (with their prefill), steps and departures; the clock is the table's. Several steps share a call
+where the engine would let them (`EngineConfig.rounds`). The same trace, seed and policy give the same run. Nothing here
+imports JAX.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Result:
     Attributes:
       tok_s: emitted tokens per second, prefill and idle time included.
       decode_tok_s: per second of decode steps alone.
+      full: tokens and seconds of the decode steps with all of the concurrency active.
       tok_step: tokens per sequence-step.
       p: conditional acceptance per draft, None where none was offered.
       steps: decode steps.
@@ -68,6 +70,7 @@ class Result:
     policy: str
     tok_s: float
     decode_tok_s: float
+    full: tuple[int, float]
     tok_step: float
     p: tuple[float | None, ...]
     steps: int
@@ -121,14 +124,18 @@ def simulate(
     latencies: list[float] = []
     moments: list[tuple[float, int, int, float]] = []
     active: list[_Active] = []
+    left = 0  # steps that the current call may still take
+    full_tokens, full_decode = 0, 0.0
     state, last_width, last_depth = policy.start(), 0, 0
     informed, mean_context = policy.needs_log_probs, costs.context_rule == "mean"
     until = math.inf if load.seconds is None else load.seconds
     requests = math.inf if load.requests is None else load.requests
 
     while clock < until:
-        # Admission: a closed loop always has somebody waiting.
-        while len(active) < load.concurrency and admitted < requests and (load.rate is None or due <= clock):
+        # Admission, between calls: in a closed loop an end, which ends the call, brings the next request.
+        while not left and len(active) < load.concurrency and admitted < requests:
+            if load.rate is not None and due > clock:
+                break
             active.append(_Active(trace.answers[next_answer % len(trace.answers)], clock if load.rate is None else due))
             next_answer, admitted = next_answer + 1, admitted + 1
             clock += costs.prefill * active[-1].prompt
@@ -155,7 +162,14 @@ def simulate(
             accepted.append(good)
             histogram[offered][good] += 1
             a.pending = good
-        spent = costs.seconds(n, k + 1, rows, context / n if mean_context else context, policy.head)
+        shape = (n, k + 1, rows, context / n if mean_context else context, policy.head)
+        if left:
+            spent = costs.further(*shape)
+        else:
+            # As the engine: a policy that learns, or prunes, is asked before every step.
+            left = 1 if state is not None or policy.ragged else costs.rounds
+            spent = costs.one_a_call.seconds(*shape)
+        left -= 1
         if last_width == n and propose != last_depth:
             switches += 1
             spent += switch_s * (propose > last_depth)
@@ -172,10 +186,13 @@ def simulate(
             a.drafts = k
             ended = ended or a.at >= a.length
         if ended:
+            left = 0
             latencies += [clock - a.arrived for a in active if a.at >= a.length]
             active = [a for a in active if a.at < a.length]
         emitted = sum(accepted) + n
         tokens += emitted
+        if n == load.concurrency:
+            full_tokens, full_decode = full_tokens + emitted, full_decode + spent
         sequence_steps += n
         if timeline:
             moments.append((clock, n, propose, emitted / n - 1))
@@ -188,6 +205,7 @@ def simulate(
         policy=policy.name,
         tok_s=tokens / clock,
         decode_tok_s=tokens / decode,
+        full=(full_tokens, full_decode),
         tok_step=tokens / sequence_steps,
         p=tuple(good / whole if whole else None for good, whole in reached),
         steps=steps,

@@ -21,7 +21,7 @@ MODEL = HERE.parents[1] / "checkpoints" / "small"
 def main() -> None:
     use_cpu_threads(1)
     cfg, params = load_model(MODEL)
-    requests, offline = load_requests(("prose", "tools"), load_tokenizer(MODEL / "tokenizer.json"), 24)
+    requests, offline = load_requests(("prose", "tools"), load_tokenizer(MODEL / "tokenizer.json"), 32)
     if offline:
         sys.exit(f"error: the held-out texts cannot be had: {offline}")
     record(HERE / "small.jsonl.gz", params, cfg, requests, 4)

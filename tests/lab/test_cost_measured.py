@@ -14,12 +14,15 @@ from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Request
 from atlas_jax.depth.policies import Advice, Off, parse_policy
 from atlas_jax.lab import ablate_decode, measure_cost
+from atlas_jax.lab.ablate import parse_grid, standings, summarize
+from atlas_jax.lab.ablate_decode import pieces
+from atlas_jax.lab.bench import BenchError
 from atlas_jax.lab.cost import CostError, CostTable, StepTime, model_id
-from atlas_jax.lab.measure_cost import Plan, device_id, measure_costs
+from atlas_jax.lab.measure_cost import Plan, device_id, engine_config, measure_costs
 from atlas_jax.lab.trace import from_records, load_trace
 from atlas_jax.presets import random_params
 
-PLAN = Plan(widths=(2,), deepest=1, contexts=(6,), visits=2, steps=2)
+PLAN = Plan(widths=(2,), deepest=1, contexts=(6,), visits=2, calls=1, alone=2, rounds=2)
 
 
 @pytest.fixture(scope="module")
@@ -30,39 +33,38 @@ def params():
 def test_a_table_is_measured_kept_and_gone_on_with(params, tmp_path, monkeypatch):
     kept, said = tmp_path / "costs.json", []
     about = (("jax", "x"),)
-    table = measure_costs(
-        params, TINY, PLAN, dtype=np.float32, about=about, keep=lambda t: t.save(kept), say=said.append
-    )
+    engine = Engine(params, TINY, engine_config(PLAN, np.float32), Off())
+    table = measure_costs(engine, PLAN, about=about, keep=lambda t: t.save(kept), say=said.append)
     assert (table.kind, table.model, table.device) == ("measured", model_id(TINY), device_id())
     shapes = {(s.n, s.k, s.rows, s.head) for s in table.steps}
     assert shapes == {(2, k, 2 * k, head) for k, head in ((1, False), (1, True), (2, True))}
     for step in table.steps:
         assert 0 < step.low <= step.seconds <= step.high and step.context > 6
-        assert step.samples == (2 if step.head else 4) * PLAN.steps  # plain is two arms
+        assert step.samples == (2 if step.head else 4) * PLAN.calls  # plain is two arms
+        assert step.alone > 0
+    assert table.rounds == 2 and engine.idle and engine.policy == Off()
     assert table.prefill > 0 and float(dict(table.about)["aa_spread"]) >= 0 and dict(table.about)["jax"] == "x"
 
     done, more = CostTable.load(kept), dataclasses.replace(PLAN, widths=(2, 4))
     assert done.widths == (2,) and len(said) == 2
     measured = []
-    monkeypatch.setattr(measure_cost, "Engine", lambda params, cfg, config, policy: _Nothing())
+    warmed = []
+    monkeypatch.setattr(engine, "warmup", lambda policies, width: warmed.append(width))
     monkeypatch.setattr(measure_cost, "_measure", lambda engine, *what: measured.append(what[:2]) or _made(what[0]))
-    whole = measure_costs(params, TINY, more, dtype=np.float32, done=done)
-    assert measured == [(4, 6)] and whole.widths == (2, 4) and whole.prefill == min(done.prefill, 0.5)
+    whole = measure_costs(engine, more, done=done)
+    assert warmed == [4] and measured == [(4, 6)] and whole.widths == (2, 4) and whole.prefill == min(done.prefill, 0.5)
     assert set(done.steps) < set(whole.steps)
     with pytest.raises(CostError, match="of device 'elsewhere'"):
-        measure_costs(params, TINY, PLAN, dtype=np.float32, done=dataclasses.replace(table, device="elsewhere"))
+        measure_costs(engine, PLAN, done=dataclasses.replace(table, device="elsewhere"))
+    with pytest.raises(CostError, match="calls of 2 steps, not 3"):
+        measure_costs(engine, dataclasses.replace(PLAN, rounds=3), done=table)
     for bad in ({"widths": ()}, {"contexts": (0,)}, {"visits": 0}):
         with pytest.raises(CostError):
             Plan(**bad)
 
 
-class _Nothing:
-    def warmup(self, policies):
-        return 0.0
-
-
 def _made(n):
-    return [StepTime(n, 1, n, False, 9.0, 1.0)], 0.5, 0.01
+    return [StepTime(n, 1, n, False, 9.0, 1.0, alone=2.0)], 0.5, 0.01
 
 
 def requests(count, tokens=12):
@@ -92,10 +94,40 @@ def test_recording_runs_all_requests_at_the_depth_and_keeps_the_regimes(monkeypa
     assert [answer.label for answer in trace.answers] == ["prose"] * 3 + ["tools"] * 2
 
 
-def test_arms_of_an_ablation_have_names_of_their_own():
-    found = ablate_decode.arms(["4:3,8:1", "32:1"], 3)
-    assert len({policy.name for policy in found.values()}) == 4
-    assert all(found["A/A"].drafts(n) == found["4:3,8:1"].drafts(n) for n in range(1, 33))
+def test_groups_fill_the_slots():
+    assert [list(group) for group in pieces(range(20), 3)] == [[0, 1, 2], [3, 4, 5]]  # of the first 8
+    assert [list(group) for group in pieces(range(20), 16)] == [[*range(16)]]
+    with pytest.raises(BenchError, match="15 prompts cannot keep 16"):
+        pieces(range(15), 16)
+
+
+def test_an_ablation_by_decoding_is_resumed_and_can_be_simulated(params, tmp_path, monkeypatch):
+    """All arms on the same requests, tokens checked; rows that are there run nothing; every cell has its simulation."""
+    plan, grid = dataclasses.replace(PLAN, deepest=2), ["32:1", "32:2"]
+    own = {"prose": requests(4, 10), "tools": requests(4, 10)}
+    engine = Engine(params, TINY, engine_config(plan, np.float32, ablate_decode.context_of(own)), Off())
+    costs = measure_costs(engine, plan)
+    ablate_decode.record(tmp_path / "t.jsonl.gz", params, TINY, own, 2)
+    trace = load_trace(tmp_path / "t.jsonl.gz")
+    run = lambda: ablate_decode.ablate_decoded(
+        tmp_path / "rows.csv", "here", engine, params, own, grid, plan, repetitions=2
+    )
+    first = run()
+    assert len(first) == 2 * 4 * 2 and {row.ladder for row in first} == {"plain", *grid, "A/A"}
+    assert engine.compiles_after_warmup == 0
+    monkeypatch.setattr(ablate_decode, "_turns", lambda *_: pytest.fail("measured twice"))
+    assert run() == first
+
+    cells = summarize(first)
+    checks = ablate_decode.validate(cells, grid, 2, costs, {regime: trace.only(regime) for regime in own})
+    assert [(c.ladder, c.concurrency, c.regime) for c in checks] == [(c.ladder, 2, c.regime) for c in cells]
+    assert all(c.simulated > 0 and c.low <= c.measured <= c.high for c in checks)
+    exact = dataclasses.replace(checks[0], measured=100.0, simulated=106.0, noise=0.0)
+    assert not exact.within(0.05) and exact.within(0.07) and dataclasses.replace(exact, noise=0.08).within(0.05)
+    (standing,) = standings(cells, parse_grid(grid, 2), "32:2")
+    assert standing.depth == 1 and standing.over_best > 0 and standing.aa_spread >= 0
+    with pytest.raises(ValueError, match="no fixed depth"):
+        standings(cells, parse_grid(["32:2"], 2), "32:2")
 
 
 class Flat:
