@@ -1,4 +1,4 @@
-"""Programs compiled by one test are taken up by the next: fixtures of different modules and workers build the same ones."""
+"""Programs compiled by one test are taken up by the next: fixtures of different modules build the same ones."""
 
 from pathlib import Path
 
