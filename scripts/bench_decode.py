@@ -33,14 +33,17 @@ import jax.numpy as jnp
 
 from atlas_jax.config import ConfigError, ModelConfig
 from atlas_jax.decode.requests import Request, RequestError
-from atlas_jax.depth.policies import Policy, PolicyError, parse_policy
+from atlas_jax.depth.policies import GRAMMAR, Policy, PolicyError, parse_policy
 from atlas_jax.lab import against_hf
+from atlas_jax.lab.advice import advise
 from atlas_jax.lab.bench import BenchError, measure, use_cpu_threads
+from atlas_jax.lab.cost import CostError
 from atlas_jax.lab.forced import ForcedAcceptance
 from atlas_jax.lab.prompts import load_requests
 from atlas_jax.lab.report import console, table, to_json
 from atlas_jax.lab.step_cost import COMMAND_BUFFERS, StepCost, measure_steps
 from atlas_jax.lab.text_table import text_table
+from atlas_jax.lab.trace import TraceError
 from atlas_jax.model.mixers import Params
 from atlas_jax.presets import PRESETS, param_count, preset, random_params
 from atlas_jax.weights.checkpoint import load_model
@@ -56,6 +59,8 @@ class Config:
     regimes: tuple[str, ...] = ("prose", "tools")
     concurrency: tuple[int, ...] = (1, 8)
     policies: tuple[str, ...] = ("plain", "fixed1", "fixed2", "fixed3", "ladder")  # plain is always measured
+    costs: str | None = None  # a table of scripts/measure_cost.py, for policies that weigh costs (survival, auto)
+    acceptance: str | None = None  # p1,p2_cond,... or a trace, for auto; survival begins with it
     prompts: int = 24  # a regime; at least the largest concurrency
     repetitions: int = 5
     context: int = 768  # most tokens of a sequence, prompt included
@@ -87,10 +92,10 @@ def measure_model(config: Config) -> dict[str, Any]:
     began = time.perf_counter()
     log, out = console(stderr=True), console(stderr=config.json)
     use_cpu_threads(config.cpu_threads or 1)
-    policies = [parse_policy(name) for name in config.policies]
     cfg, params = load_model(config.model, allow_missing="head")
-    if not cfg.mtp_layers and (drafting := [policy.name for policy in policies if policy.head]):
-        raise PolicyError(f"{config.model} has no MTP head, which {', '.join(drafting)} would need: --policies plain")
+    sizes = {"context": config.context / 2, "longest": config.context}
+    advice = advise(config.costs, config.acceptance, cfg, config.concurrency, **sizes)
+    policies = [parse_policy(name, advice=advice) for name in config.policies]
     tokenizer = ChatTokenizer.load(config.model).tokenizer
     requests, offline = load_requests(config.regimes, tokenizer, config.prompts, config.max_new_tokens)
     if offline:
@@ -215,12 +220,16 @@ def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
 def parse(args: Sequence[str] | None = None) -> Config:
     """The command line; every option is a field of `Config`."""
     default = Config()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=GRAMMAR, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--model", type=Path, default=default.model, help="directory of a checkpoint")
     add("--regimes", nargs="+", default=default.regimes, help="prose, tools")
     add("--concurrency", type=int, nargs="+", default=default.concurrency, help="sequences active at once")
-    add("--policies", nargs="+", default=default.policies, help="plain (always measured), fixed<drafts>, ladder")
+    add("--policies", nargs="+", default=default.policies, help="see below; plain is always measured")
+    add("--costs", help="table of this model and device, for survival and auto (scripts/measure_cost.py makes one)")
+    add("--acceptance", help="p1,p2_cond,... or a trace, for auto")
     add("--prompts", type=int, default=default.prompts, help="prompts a regime, at least the largest concurrency")
     add("--repetitions", type=int, default=default.repetitions)
     add("--context", type=int, default=default.context, help="most tokens of a sequence, prompt included")
@@ -243,5 +252,5 @@ def parse(args: Sequence[str] | None = None) -> Config:
 if __name__ == "__main__":
     try:
         main(parse())
-    except (BenchError, ConfigError, PolicyError, RequestError, WeightError) as error:
+    except (BenchError, ConfigError, CostError, PolicyError, RequestError, TraceError, WeightError) as error:
         sys.exit(f"error: {error}")

@@ -20,9 +20,12 @@ from atlas_jax.config import ConfigError
 from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Emission, Request
 from atlas_jax.depth.policies import Off, Policy, PolicyError, parse_policy
+from atlas_jax.lab.advice import advise
 from atlas_jax.lab.bench import build_engine, measure_engine, use_cpu_threads, with_plain
+from atlas_jax.lab.cost import CostError
 from atlas_jax.lab.prompts import TextStream, load_requests
 from atlas_jax.lab.report import console, plot, table, to_json
+from atlas_jax.lab.trace import TraceError
 from atlas_jax.weights.checkpoint import load_model
 from atlas_jax.weights.shards import WeightError
 from atlas_jax.weights.tokenizer import ChatTokenizer
@@ -44,6 +47,8 @@ class Config:
     regimes: tuple[str, ...] = ("prose", "tools")
     concurrency: tuple[int, ...] = (1, 8)
     policies: tuple[str, ...] = ("plain", "fixed1", "fixed3", "ladder")
+    costs: str | None = None  # a table of scripts/measure_cost.py, for policies that weigh costs (survival, auto)
+    acceptance: str | None = None  # p1,p2_cond,... or a trace, for auto; survival begins with it
     prompts: int = 16  # a regime; at least the largest concurrency
     repetitions: int = 3
     context: int = 768  # most tokens of a sequence, prompt included
@@ -58,10 +63,10 @@ def main(config: Config) -> dict[str, Any]:
     out = console(stderr=config.json)
     say = lambda text, **style: out.print(text, markup=False, highlight=False, **style)
     use_cpu_threads(config.cpu_threads)
-    policies = with_plain([parse_policy(name) for name in config.policies])
     cfg, params = load_model(config.model, allow_missing="head")
-    if not cfg.mtp_layers and (drafting := [policy.name for policy in policies if policy.head]):
-        raise PolicyError(f"{config.model} has no MTP head, which {', '.join(drafting)} would need: --policies plain")
+    sizes = {"context": config.context / 2, "longest": config.context}
+    advice = advise(config.costs, config.acceptance, cfg, config.concurrency, **sizes)
+    policies = with_plain([parse_policy(name, advice=advice) for name in config.policies])
     tokenizer = ChatTokenizer.load(config.model).tokenizer
     requests, offline = load_requests(config.regimes, tokenizer, config.prompts, config.max_new_tokens)
     if offline:
@@ -146,5 +151,5 @@ if __name__ == "__main__":
 
     try:
         main(tyro.cli(Config, description=__doc__))
-    except (ConfigError, PolicyError, WeightError) as error:
+    except (ConfigError, CostError, PolicyError, TraceError, WeightError) as error:
         sys.exit(f"error: {error}")

@@ -21,7 +21,10 @@ from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Request, RequestError
 from atlas_jax.decode.sampling import Sampling
 from atlas_jax.depth.policies import PolicyError, parse_policy
+from atlas_jax.lab.advice import advise
+from atlas_jax.lab.cost import CostError
 from atlas_jax.lab.prompts import TextStream, chat
+from atlas_jax.lab.trace import TraceError
 from atlas_jax.weights.checkpoint import load_model
 from atlas_jax.weights.shards import WeightError
 from atlas_jax.weights.tokenizer import ChatTokenizer
@@ -36,7 +39,9 @@ class Config:
     prompt: str | None = None
     file: Path | None = None  # `-` reads the standard input
     model: Path = Path(__file__).resolve().parents[1] / "checkpoints" / "small"
-    policy: str = "ladder"  # plain, fixed1, fixed2, ..., ladder
+    policy: str = "ladder"  # plain, fixed1, fixed2, ..., ladder, adaptive_rung, dcut, survival, auto
+    costs: str | None = None  # a table of scripts/measure_cost.py, for policies that weigh costs (survival, auto)
+    acceptance: str | None = None  # p1,p2_cond,... or a trace, for auto; survival begins with it
     max_new_tokens: int = 128
     temperature: float = 0.0  # 0 is greedy
     seed: int = 0  # of the sampling noise
@@ -56,8 +61,10 @@ def main(config: Config) -> dict[str, Any]:
     tokenizer, prompt = codec.tokenizer, _tokens(config, text, codec)
     cfg, params = load_model(config.model, allow_missing="head")
     request = Request(prompt, config.max_new_tokens, Sampling(config.temperature, seed=config.seed))
-    policy = parse_policy(config.policy)
-    context = -(-(len(request.prompt) + config.max_new_tokens + 1) // 128) * 128
+    end = len(request.prompt) + config.max_new_tokens
+    advice = advise(config.costs, config.acceptance, cfg, (1,), context=len(request.prompt), longest=end)
+    policy = parse_policy(config.policy, advice=advice)
+    context = -(-(end + 1) // 128) * 128
     widths = tuple(width for width in EngineConfig.prefill if width < len(request.prompt)) or EngineConfig.prefill[:1]
     sizes = EngineConfig(slots=1, context=context, max_drafts=policy.max_drafts, prefill=widths)
     engine = Engine(params, cfg, sizes, policy)
@@ -141,5 +148,5 @@ if __name__ == "__main__":
 
     try:
         main(tyro.cli(Config, description=__doc__))
-    except (ConfigError, WeightError, PolicyError, RequestError) as error:
+    except (ConfigError, CostError, PolicyError, RequestError, TraceError, WeightError) as error:
         sys.exit(f"error: {error}")

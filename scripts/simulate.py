@@ -32,10 +32,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     load = Load(args.concurrency, args.seconds, rate=args.rate, seed=args.seed)
     deepest = min(costs.deepest, trace.depth)
     prompt = sum(answer.prompt for answer in trace.answers) / len(trace.answers)
-    advice = Advice(costs, trace.acceptance(), costs.widths, prompt)
+    advice = Advice(costs, trace.acceptance(), costs.widths, prompt, costs.one_a_call)
     policy = parse_policy(args.policy, min(args.num_drafts, deepest), advice)
     options: dict[str, Any] = {"switch_s": args.switch_cost}
-    oracle = Oracle(costs, policy.max_drafts or min(args.num_drafts, deepest))
+    oracle = Oracle(costs.one_a_call, policy.max_drafts or min(args.num_drafts, deepest))
     runs = {"oracle": simulate(oracle, costs, trace, load, **options)}
     if args.clairvoyant:
         runs["clairvoyant"] = simulate(oracle, costs, trace, load, truth="outcome", **options)

@@ -154,12 +154,14 @@ class Advice:
       acceptance: of draft 1, 2, ... given those before it; empty where unknown.
       widths: numbers of active sequences to fit a ladder at; the largest is the concurrency.
       context: committed tokens of a typical sequence.
+      asked: costs of steps that are calls of their own, as those of a policy with a memory are; None for the same.
     """
 
     costs: Costs
     acceptance: tuple[float, ...] = ()
     widths: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     context: float = 512
+    asked: Costs | None = None
 
 
 _Readers = dict[str, Callable[[str], Any]]
@@ -222,9 +224,9 @@ def _build(kind: str, name: str, options: dict[str, Any], advice: Advice | None)
     if kind == "survival":
         if advice.acceptance:
             options.setdefault("prior", advice.acceptance)
-        return Survival(advice.costs, name=name, **options)
+        return Survival(advice.asked or advice.costs, name=name, **options)
     if kind == "oracle":
-        return Oracle(advice.costs, name=name, **options)
+        return Oracle(advice.asked or advice.costs, name=name, **options)
     if not advice.acceptance:
         raise PolicyError("a ladder is fitted to an acceptance: give p1,p2_cond,... or a trace")
     curve = (*advice.acceptance, *[advice.acceptance[-1]] * options["num_drafts"])[: options["num_drafts"]]

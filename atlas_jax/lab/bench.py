@@ -192,13 +192,18 @@ def use_cpu_threads(count: int) -> None:
 def build_engine(
     params: Params, cfg: ModelConfig, concurrency: int, policies: Sequence[Policy], context: int
 ) -> tuple[Engine, float]:
-    """An engine of `concurrency` slots with all programs of the policies compiled, and the seconds that took."""
+    """An engine of `concurrency` slots with all programs of the policies compiled, and the seconds that took.
+
+    Raises `PolicyError`, before anything is compiled, for a policy that the model can't run.
+    """
     drafts = max(policy.max_drafts for policy in policies)
     buckets = BucketConfig(
         n=tuple(2**i for i in range((concurrency - 1).bit_length() + 1)), k=tuple(range(1, drafts + 2))
     )
     sizes = EngineConfig(slots=concurrency, context=context, max_drafts=drafts, buckets=buckets, rounds=ROUNDS)
-    engine = Engine(params, cfg, sizes, policies[0])
+    engine = Engine(params, cfg, sizes)
+    for policy in reversed(policies):
+        engine.policy = policy
     return engine, engine.warmup(policies)
 
 

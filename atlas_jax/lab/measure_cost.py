@@ -37,7 +37,7 @@ class Plan:
 
     widths: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     deepest: int = 4
-    contexts: tuple[int, ...] = (64, 640)
+    contexts: tuple[int, ...] = (64, 704)
     visits: int = 6
     calls: int = 2
     alone: int = 3

@@ -153,3 +153,11 @@ def test_streamed_text_is_the_text_and_no_half_characters(tokenizer):
     assert stream.feed(half) == "" and stream.close() == "\ufffd" and stream.close() == ""
     for token in np.random.default_rng(0).integers(0, 2048, 500).tolist():
         stream.feed(token)  # any tokens at all make some text
+
+
+def test_a_token_that_the_tokenizer_lacks_is_no_text(tokenizer):
+    """As in the tokenizer's own decode, even between the halves of a character: models are padded beyond it."""
+    beyond = tokenizer.get_vocab_size() + 5
+    ids = [token for id in tokenizer.encode("日本, naïve").ids for token in (beyond, id)]
+    stream = TextStream(tokenizer)
+    assert "".join(map(stream.feed, ids)) + stream.close() == tokenizer.decode(ids) == "日本, naïve"
