@@ -136,15 +136,17 @@ def decode(args: argparse.Namespace, grid: list[str], say: Any) -> Any:
     # The engine whose steps are measured is the one that decodes.
     engine = Engine(params, cfg, engine_config(plan, np.float32, context_of(requests)))
     # `costs.json` with all widths is not measured again, and one of another machine is an error.
-    kept = args.out / "costs.json"
-    costs = measure_costs(
-        engine,
-        plan,
-        about=about_this(np.float32, name=args.model.resolve().name, threads="1"),
-        done=CostTable.load(kept) if kept.is_file() else None,
-        keep=lambda table: table.save(kept),
-        say=say,
-    )
+    kept, source = args.out / "costs.json", f"{device_id()}, jax {jax.__version__}"
+    costs = CostTable.load(kept) if kept.is_file() else None
+    about = about_this(np.float32, name=args.model.resolve().name, threads="1")
+    common: dict[str, Any] = {"repetitions": args.repetitions, "say": say}
+    # Width by width, what a step costs and what decoding makes of it: a machine's speed drifts over minutes.
+    for width in plan.widths:
+        here = dataclasses.replace(plan, widths=(width,))
+        save = lambda table: table.save(kept)
+        costs = measure_costs(engine, here, about=about, done=costs, keep=save, say=say)
+        ablate_decoded(args.out / "rows.csv", source, engine, params, requests, grid, here, **common)
+    assert costs is not None
     recorded = args.out / "trace.jsonl.gz"
     if not recorded.is_file():
         say(f"recording a trace at {args.num_drafts} drafts")
@@ -156,18 +158,7 @@ def decode(args: argparse.Namespace, grid: list[str], say: Any) -> Any:
     say(f"auto: {fit.describe()}")
     auto = f"{format_ladder(fit.steps)}@{fit.cap}"
     grid = list(dict.fromkeys([*grid, auto]))
-    source = f"{device_id()}, jax {jax.__version__}"
-    rows = ablate_decoded(
-        args.out / "rows.csv",
-        source,
-        engine,
-        params,
-        requests,
-        grid,
-        plan,
-        repetitions=args.repetitions,
-        say=say,
-    )
+    rows = ablate_decoded(args.out / "rows.csv", source, engine, params, requests, grid, plan, **common)
     return rows, costs, acceptance, grid, auto
 
 

@@ -129,34 +129,42 @@ def ablate_decoded(
 ) -> list[Row]:
     """All rows of a grid at the plan's widths; repetitions that the CSV has are not run again.
 
-    Within a repetition the arms take turns group by group. `Row.tok_s` counts the steps in which all C sequences are
-    active: what a service at that concurrency sees, where an end brings the next request; the drain of a batch would
-    be held against depth. Raises `BenchError` where an arm's tokens are not plain's: no speed is compared then.
+    Arms of the same depth at a width are one program and are run once for all of them (A/A apart). Within a repetition
+    they take turns group by group. `Row.tok_s` counts the steps in which all C sequences are active: what a service at
+    that concurrency sees, where an end brings the next request; the drain of a batch would be held against depth.
+    Raises `BenchError` where an arm's tokens are not plain's: no speed is compared then.
     """
     policies, compared = arms(grid, plan.deepest), Comparison()
     have = {row.key: row for row in read_rows(path)}
     key = lambda regime, c, arm, repetition: (source, regime, c, arm, repetition)
+
+    def add(rows: list[Row]) -> None:
+        new = [row for row in rows if row.key not in have]
+        append_rows(path, new)
+        have.update({row.key: row for row in new})
+
     for c in plan.widths:
-        missing = [
-            (regime, repetition)
-            for repetition in range(repetitions)
-            for regime in requests
-            if any(key(regime, c, arm, repetition) not in have for arm in policies)
-        ]
-        if not missing:
-            say(f"concurrency {c}: measured before")
-            continue
-        engine.warmup(policies.values(), c)
-        for policy in policies.values():  # what only a first run pays
-            _run(engine, policy, pieces(requests[missing[0][0]], c)[0])
-        for regime, repetition in missing:
-            found, same = _turns(engine, params, policies, requests[regime], c, repetition)
-            compared += same
-            rows = [Row(*key(regime, c, arm, repetition), *speeds) for arm, speeds in found.items()]
-            rows = [row for row in rows if row.key not in have]
-            append_rows(path, rows)
-            have |= {row.key: row for row in rows}
-            say(f"concurrency {c}, {regime}: repetition {repetition + 1} of {repetitions}")
+        same: dict[Any, list[str]] = {}
+        for arm, policy in policies.items():
+            same.setdefault((arm == AA, policy.head, policy.depths(c)), []).append(arm)
+        entrants = {twins[0]: policies[twins[0]] for twins in same.values()}
+        warm = False
+        for repetition in range(repetitions):
+            for regime in requests:
+                cells = [[key(regime, c, arm, repetition) for arm in twins] for twins in same.values()]
+                if any(not any(cell in have for cell in twins) for twins in cells):
+                    if not warm:
+                        engine.warmup(policies.values(), c)
+                        for policy in entrants.values():  # what only a first run pays
+                            _run(engine, policy, pieces(requests[regime], c)[0])
+                        warm = True
+                    found, equal = _turns(engine, params, entrants, requests[regime], c, repetition)
+                    compared += equal
+                    add([Row(*key(regime, c, arm, repetition), *speeds) for arm, speeds in found.items()])
+                    say(f"concurrency {c}, {regime}: repetition {repetition + 1} of {repetitions}")
+                for twins in cells:
+                    run = next(have[cell] for cell in twins if cell in have)
+                    add([dataclasses.replace(run, ladder=arm) for *_, arm, _ in twins])
     if compared.note:
         raise BenchError(compared.note)
     say(f"{compared.compared:,} tokens compared with plain's: equal, {compared.excused} near ties excused")

@@ -109,14 +109,19 @@ def test_an_ablation_by_decoding_is_resumed_and_can_be_simulated(params, tmp_pat
     costs = measure_costs(engine, plan)
     ablate_decode.record(tmp_path / "t.jsonl.gz", params, TINY, own, 2)
     trace = load_trace(tmp_path / "t.jsonl.gz")
-    run = lambda: ablate_decode.ablate_decoded(
-        tmp_path / "rows.csv", "here", engine, params, own, grid, plan, repetitions=2
+    run = lambda *more: ablate_decode.ablate_decoded(
+        tmp_path / "rows.csv", "here", engine, params, own, [*grid, *more], plan, repetitions=2
     )
     first = run()
     assert len(first) == 2 * 4 * 2 and {row.ladder for row in first} == {"plain", *grid, "A/A"}
     assert engine.compiles_after_warmup == 0
     monkeypatch.setattr(ablate_decode, "_turns", lambda *_: pytest.fail("measured twice"))
     assert run() == first
+    # At this width a ladder is the fixed depth that it asks for, and has that arm's rows.
+    twin = {(r.regime, r.repetition): r for r in run("1:1,2:2") if r.ladder == "1:1,2:2"}
+    assert twin and all(
+        dataclasses.replace(twin[r.regime, r.repetition], ladder="32:2") == r for r in first if r.ladder == "32:2"
+    )
 
     cells = summarize(first)
     checks = ablate_decode.validate(cells, grid, 2, costs, {regime: trace.only(regime) for regime in own})
