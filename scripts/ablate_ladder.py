@@ -114,6 +114,7 @@ def decode(args: argparse.Namespace, grid: list[str], say: Any) -> Any:
     import jax
     import numpy as np
 
+    from atlas_jax.compile_cache import keep_compiled
     from atlas_jax.decode.engine import Engine
     from atlas_jax.lab.ablate_decode import LEAST, ablate_decoded, context_of, record
     from atlas_jax.lab.bench import use_cpu_threads
@@ -123,9 +124,7 @@ def decode(args: argparse.Namespace, grid: list[str], say: Any) -> Any:
     from atlas_jax.weights.tokenizer import ChatTokenizer
 
     use_cpu_threads(1)
-    # An interrupted run does not compile its programs again.
-    jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    say(keep_compiled().describe())  # an interrupted run does not compile its programs again
     cfg, params = load_model(args.model)
     tokenizer = ChatTokenizer.load(args.model).tokenizer
     requests, offline = load_requests(args.regimes, tokenizer, max(LEAST, *args.concurrency), args.max_new_tokens)

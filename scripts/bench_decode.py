@@ -31,6 +31,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from atlas_jax.compile_cache import keep_compiled
 from atlas_jax.config import ConfigError, ModelConfig
 from atlas_jax.decode.requests import Request, RequestError
 from atlas_jax.depth.policies import GRAMMAR, Policy, PolicyError, parse_policy
@@ -92,6 +93,7 @@ def measure_model(config: Config) -> dict[str, Any]:
     began = time.perf_counter()
     log, out = console(stderr=True), console(stderr=config.json)
     use_cpu_threads(config.cpu_threads or 1)
+    log.print(keep_compiled().describe(), highlight=False, markup=False, soft_wrap=True)
     cfg, params = load_model(config.model, allow_missing="head")
     sizes = {"context": config.context / 2, "longest": config.context}
     advice = advise(config.costs, config.acceptance, cfg, config.concurrency, **sizes)
@@ -160,6 +162,7 @@ def measure_random(config: Config) -> dict[str, Any]:
     device = jax.devices()[0]
     dtype = jnp.dtype(config.dtype or ("float32" if device.platform == "cpu" else "bfloat16"))
     say = lambda text: print(text, file=sys.stderr, flush=True)
+    say(keep_compiled().describe())
     size = f"{len(cfg.layers)} layers, {cfg.vocab_size} tokens, {param_count(cfg, head=True) / 1e9:.2f} B parameters"
     say(f"{config.random_init}: {size}, random in {dtype.name}")
     say(f"on {device.device_kind} ({device.platform}), jax {jax.__version__}")

@@ -5,7 +5,7 @@
     python scripts/convert.py path/to/model path/to/head --head-only # the MTP head, its config and tokenizer
     python scripts/convert.py --benchmark qwen3.5-0.8b               # how fast: random weights in a release's layout
 
-Reading is streamed: no more than one tensor is in memory above the model (`peak_rss_mb`); writing holds a shard. FP8
+Both ways are streamed: no more than one tensor is in memory above the model (`peak_rss_mb` is that of reading). FP8
 weights come out in bfloat16. Nothing is left behind where it fails or is interrupted. `raw_read_seconds` is what merely
 reading as many bytes into new memory takes, from a warm cache (measured on up to 4 GiB of them). `--benchmark` writes
 its checkpoint into a temporary folder and reads it in a new process each time.

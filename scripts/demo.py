@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from atlas_jax.compile_cache import keep_compiled
 from atlas_jax.config import ConfigError
 from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Emission, Request
@@ -63,6 +64,7 @@ def main(config: Config) -> dict[str, Any]:
     out = console(stderr=config.json)
     say = lambda text, **style: out.print(text, markup=False, highlight=False, **style)
     use_cpu_threads(config.cpu_threads)
+    say(keep_compiled().describe(), soft_wrap=True)
     cfg, params = load_model(config.model, allow_missing="head")
     sizes = {"context": config.context / 2, "longest": config.context}
     advice = advise(config.costs, config.acceptance, cfg, config.concurrency, **sizes)

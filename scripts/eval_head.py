@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atlas_jax.compile_cache import keep_compiled
 from atlas_jax.config import ConfigError, ModelConfig
 from atlas_jax.decode.engine import Request
 from atlas_jax.decode.telemetry import Acceptance
@@ -61,6 +62,7 @@ def main(config: Config) -> dict[str, Any]:
     """Prints a table and a last line of JSON; returns what that line holds."""
     log, out = console(stderr=True), console(stderr=config.json)
     use_cpu_threads(config.cpu_threads)
+    log.print(keep_compiled().describe(), highlight=False, markup=False, soft_wrap=True)
     cfg, params = load_model(config.model, allow_missing="head")
     if config.head:
         params = heads.load_head(config.head, params, cfg)

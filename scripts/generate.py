@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atlas_jax.compile_cache import keep_compiled
 from atlas_jax.config import ConfigError
 from atlas_jax.decode.config import EngineConfig
 from atlas_jax.decode.engine import Engine
@@ -67,6 +68,7 @@ def main(config: Config) -> dict[str, Any]:
     context = -(-(end + 1) // 128) * 128
     widths = tuple(width for width in EngineConfig.prefill if width < len(request.prompt)) or EngineConfig.prefill[:1]
     sizes = EngineConfig(slots=1, context=context, max_drafts=policy.max_drafts, prefill=widths)
+    print(keep_compiled().describe(), file=sys.stderr)
     engine = Engine(params, cfg, sizes, policy)
     engine.check(request)  # before the compilation
     compile_s = engine.warmup()

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from atlas_jax.compile_cache import keep_compiled
 from atlas_jax.config import ConfigError
 from atlas_jax.decode.engine import Engine
 from atlas_jax.depth.policies import Off
@@ -51,6 +52,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     name = args.random_init or args.model.resolve().name
     out = args.out or ROOT / "runs" / "costs" / f"{name}-{jax.devices()[0].platform}.json"
     say = lambda text: print(text, file=sys.stderr, flush=True)
+    say(keep_compiled().describe())
     plan = Plan(tuple(args.widths), args.deepest, tuple(args.contexts), args.visits, rounds=args.rounds)
     done = None
     if out.is_file() and not args.again:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atlas_jax.compile_cache import keep_compiled
 from atlas_jax.config import ConfigError
 from atlas_jax.decode.buckets import BucketConfig
 from atlas_jax.decode.config import EngineConfig
@@ -74,6 +75,7 @@ def main(config: Config) -> dict[str, Any]:
     console = Console(stderr=True)
     if config.cpu_threads is not None:
         use_cpu_threads(config.cpu_threads)
+    console.print(keep_compiled().describe(), highlight=False, markup=False, soft_wrap=True)
     cfg, params = load_model(config.model, allow_missing="head")
     tokenizer = ChatTokenizer.load(config.model).tokenizer
     asked = dict(training_prompts(config, tokenizer))

@@ -5,7 +5,8 @@
 
 Requests arrive in bursts, with random lengths and every sampling option; some are cancelled; the depth policy changes
 in mid-flight. The last line is JSON: `{requests, equal, excused, unexcused, violations, compiles_after_warmup,
-rss_start_mb, rss_end_mb, ...}`. The exit status is 1 where anything unexcused happened.
+rss_start_mb, rss_end_mb, ...}`. The exit status is 1 where anything unexcused happened, or plain decode answers
+otherwise.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     from rich.progress import Progress
 
     from atlas_jax import Engine, EngineConfig, load_model, parse_policy
+    from atlas_jax.compile_cache import keep_compiled
     from atlas_jax.decode.buckets import BucketConfig
     from atlas_jax.lab.oracle import TIE_BOUND, Oracle
     from atlas_jax.lab.prompts import own_prompts
@@ -52,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     from atlas_jax.weights.tokenizer import ChatTokenizer
 
     console = Console(stderr=True, quiet=args.json)
+    console.print(keep_compiled().describe(), highlight=False, markup=False, soft_wrap=True)
     if args.random_init:
         jax.config.update("jax_enable_x64", True)
         cfg, params = tiny_model(args.seed)
@@ -92,7 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in result.items():
         console.print(f"{name:>24}  {value}", soft_wrap=True)
     print(json.dumps(result), flush=True)
-    return int(bool(found.unexcused or found.violations or found.compiles_after_warmup))
+    wrong = found.unexcused + found.violations + found.plain_different + found.compiles_after_warmup
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from atlas_jax.compile_cache import keep_compiled
 from atlas_jax.config import ConfigError
 from atlas_jax.decode.telemetry import Acceptance
 from atlas_jax.kernels.backends import choose
@@ -87,7 +88,7 @@ def main(config: Config) -> dict[str, Any]:
     say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)
     if config.cpu_threads is not None:
         use_cpu_threads(config.cpu_threads)
-    jax.config.update("jax_compilation_cache_dir", str(config.run.resolve() / "compiled"))
+    say(keep_compiled().describe())
     cfg, params = load_model(config.model, allow_missing="head")
     if "mtp" not in params:
         cfg = replace(cfg, mtp_layers=1)
@@ -111,6 +112,7 @@ def main(config: Config) -> dict[str, Any]:
             always = sorted({*cfg.eos_ids, *(id for id in special if id is not None)})
             ids = frequent_ids(texts, config.draft_vocab, cfg.vocab_size, always)
     fixed = {} if ids is None else {"draft_ids": jnp.asarray(ids, jnp.int32)}
+    check_base(config.run, hiddens.base_mark(params))
     config.run.mkdir(parents=True, exist_ok=True)
 
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
@@ -216,6 +218,14 @@ def main(config: Config) -> dict[str, Any]:
     return result
 
 
+def check_base(run: Path, base: str) -> None:
+    """Raises `HeadError` where the checkpoints of `run` are of a head for another base."""
+    settings = run / "settings.json"
+    before = json.loads(settings.read_text()).get("base", base) if settings.exists() else base
+    if before != base:
+        raise heads.HeadError(f"{run} trains a head of the base {before}, and this one is {base}: name another --run")
+
+
 def initial(init: str, params: Any, cfg: Any, seed: int) -> Any:
     """The head to start from, float32."""
     if init == "fresh":
@@ -258,5 +268,5 @@ if __name__ == "__main__":
 
     try:
         main(tyro.cli(Config, description=__doc__))
-    except (ConfigError, heads.HeadError, WeightError) as error:
+    except (ConfigError, FloatingPointError, heads.HeadError, hiddens.CacheError, WeightError) as error:
         sys.exit(f"error: {error}")

@@ -12,6 +12,7 @@ from atlas_jax.decode.buckets import BucketConfig
 from atlas_jax.decode.plan import Bucket, StepConfig
 from atlas_jax.kernels.backends import Backend, Kernels
 from atlas_jax.model.rollback import Rollback
+from atlas_jax.sharding import Mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +33,16 @@ class EngineConfig:
       top_log_probs: how many of the likeliest tokens to answer with each emitted one.
       draft_log_probs: record drafts' log-probabilities whatever the policy asks, for traces.
       end_ids: most end tokens of a request.
-      rounds: most steps in one call to the device, where nothing on the host has a say between them.
+      rounds: most steps in one call to the device, where nothing on the host has a say between them; one where a mesh
+        spreads sequences.
       numerics: "invariant" runs every step, plain or not, in one bucket and one form of the recurrence: outputs are
         then bit-equal whatever is drafted, in any dtype.
       rollback: how recurrent states go back to the last accepted row, with equal outputs. All but "deferred" are there
         to be compared with it (`scripts/bench_rollback.py`) and run on the xla backend only.
       dtype: of weights, activations and caches (recurrent states are at least float32).
       kernels: who computes the GDN ops; "auto" is the reference on CPUs and Pallas Triton on GPUs that it supports.
+      mesh: devices of the engine and what is cut over them. Under `data` every shard has its share of the slots, and
+        buckets are shapes of one shard.
       seed: of requests that bring none.
     """
 
@@ -59,10 +63,11 @@ class EngineConfig:
     rollback: Rollback = "deferred"
     dtype: Any = jnp.float32
     kernels: Literal["auto"] | Backend | Kernels = "auto"
+    mesh: Mesh = Mesh()
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.buckets.check(self.slots)
+        self.buckets.check(min(self.slots, self.slots_per_shard))
         if not self.prefill or list(self.prefill) != sorted(set(self.prefill)) or self.prefill[0] < 1:
             raise ValueError(f"prefill widths must be positive and ascending, not {self.prefill}")
         if self.numerics == "invariant" and self.rollback != "deferred":
@@ -73,5 +78,11 @@ class EngineConfig:
 
     def invariant_bucket(self, head: bool) -> Bucket:
         """The one bucket of `numerics="invariant"`: room for every slot at full depth."""
-        n, k = min(size for size in self.buckets.n if size >= self.slots), self.max_drafts + 1 if head else 1
+        wanted = min(self.slots, self.slots_per_shard)
+        n, k = min(size for size in self.buckets.n if size >= wanted), self.max_drafts + 1 if head else 1
         return Bucket(n, k, n * k, head)
+
+    @property
+    def slots_per_shard(self) -> int:
+        """Slots, kept ones included, of each shard of the data."""
+        return (self.slots + self.keep) // self.mesh.data

@@ -7,6 +7,7 @@ bucket; which of them runs follows from what the sequences need, and nothing is 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from atlas_jax import sharding
 from atlas_jax.config import ModelConfig
 from atlas_jax.decode.compiles import compiles
 from atlas_jax.decode.config import EngineConfig
@@ -68,7 +70,9 @@ class Engine:
         if config.numerics == "invariant":
             self.kernels = dataclasses.replace(self.kernels, gdn_step="sequential")
         rollback.check(config.rollback, self.kernels)
-        self._params = jax.device_put(_cast(with_draft_head(params), config.dtype))
+        self._devices = self._build_mesh()
+        params = sharding.grouped(_cast(with_draft_head(params), config.dtype), cfg, config.mesh.tensor)
+        self._params = jax.device_put(params) if self._devices is None else sharding.place(params, self._devices)
         self._propose, self._detokenize, self._trace = propose, detokenize, trace
         self._waiting: deque[tuple[int, Request]] = deque()
         self._active: list[Active] = []
@@ -76,17 +80,26 @@ class Engine:
         self._next_id = 0
         self._steps = 0
         self._lost = False  # whether the device's state may not be what the sequences say
+        self._stepping = False
+        self._doomed: set[int] = set()  # cancelled while a step runs
         self.reset_telemetry()
         self._warm_compiles: int | None = None
         self.policy = policy
         self._state = self._new_state()
         self._slots = Slots(config.slots + config.keep, config.keep)
-        shape = StepConfig(
-            config.acceptance, config.top_log_probs, config.rounds, config.end_ids, config.rollback
-        )
+        rounds = config.rounds if config.mesh.data == 1 else 1  # shards of the data would stop at rounds of their own
+        shape = StepConfig(config.acceptance, config.top_log_probs, rounds, config.end_ids, config.rollback)
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._state)
         self.programs = Programs(
-            cfg, shape, self.kernels, config.max_drafts, config.slots, self._params, abstract
+            cfg,
+            shape,
+            self.kernels,
+            config.max_drafts,
+            config.slots,
+            self._params,
+            abstract,
+            config.mesh,
+            self._devices,
         )
 
     @property
@@ -128,7 +141,7 @@ class Engine:
             if self.config.numerics == "invariant":
                 reached = {self.config.invariant_bucket(bool(self.cfg.mtp_layers))}
             else:
-                reached = self.config.buckets.reachable(policy, concurrency or self.config.slots)
+                reached = self._reachable(policy, concurrency or self.config.slots)
             wanted |= {self._answering(bucket, policy) for bucket in reached}
         self.programs.compile(wanted, compiler_options)
         self._warm_compiles = compiles()
@@ -201,7 +214,8 @@ class Engine:
                     open_ids.add(self.submit(waiting[0]))
                     waiting.popleft()
                 emissions = self.step()
-                open_ids -= {emission.request for emission in emissions if emission.finished}
+                # Not by the emissions alone: what is cancelled between two steps ends without one.
+                open_ids &= {id for id, _ in self._waiting} | {a.id for a in self._active}
                 yield from emissions
         finally:
             for id in open_ids:
@@ -221,7 +235,10 @@ class Engine:
         return self._completed.pop(id)
 
     def cancel(self, id: int) -> bool:
-        """End a request now, with what it has; false if it is not waiting or running. Others don't notice."""
+        """End a request now, with what it has; false if it is not waiting or running. Others don't notice.
+
+        Called by one of the caller's own functions inside a step, it takes effect when that step ends.
+        """
         for waiting in self._waiting:
             if waiting[0] == id:
                 self._waiting.remove(waiting)
@@ -229,7 +246,10 @@ class Engine:
                 return True
         for a in self._active:
             if a.id == id:
-                self._finish(a, "cancelled")
+                if self._stepping:
+                    self._doomed.add(id)
+                else:
+                    self._finish(a, "cancelled")
                 return True
         return False
 
@@ -248,12 +268,18 @@ class Engine:
         """
         if self._lost:
             self._replay()
-        self._lost = True  # until this step has come to its end
-        emissions = self._admit()
-        self._prefill()
-        if ready := [a for a in self._active if a.ready]:
-            emissions += self._decode(ready)
-        self._lost = False
+        self._lost = self._stepping = True  # until this step has come to its end
+        emissions = []
+        try:
+            emissions += self._admit()
+            self._prefill()
+            if ready := [a for a in self._active if a.ready]:
+                emissions += self._decode(ready)
+            self._lost = False
+        finally:
+            self._stepping = False
+            emissions += [self._finish(a, "cancelled") for a in self._active if a.id in self._doomed]
+            self._doomed.clear()
         return emissions
 
     def materialize(self) -> DecodeState:
@@ -263,8 +289,30 @@ class Engine:
             a.pending = 0
         return self._state
 
+    def _build_mesh(self) -> jax.sharding.Mesh | None:
+        """The config's mesh, checked; None for one device."""
+        mesh = self.config.mesh
+        mesh.check(self.cfg, self.config.slots + self.config.keep)
+        if mesh.size == 1:
+            return None
+        sharding.check_kernels(mesh, self.kernels)
+        return mesh.build()
+
+    def _reachable(self, policy: Policy, concurrency: int) -> set[Bucket]:
+        """Buckets that up to so many sequences can need, however they lie on the shards of the data."""
+        buckets = self.config.buckets
+        if self.config.mesh.data == 1:
+            return buckets.reachable(policy, concurrency)
+        # The depth follows from all sequences, the rest of the shape from those of the fullest shard.
+        everywhere = dataclasses.replace(buckets, n=tuple(range(1, concurrency + 1)), ragged=False)
+        depths = {bucket.k for bucket in everywhere.reachable(policy, concurrency)}
+        shards = range(1, min(concurrency, self.config.slots_per_shard) + 1)
+        counts = lambda n, k: range(n, n * k + 1) if buckets.ragged else (n * k,)
+        return {buckets.fit(n, k, rows, policy.head) for n in shards for k in depths for rows in counts(n, k)}
+
     def _new_state(self) -> DecodeState:
-        return init_state(
+        make = functools.partial(
+            init_state,
             self.cfg,
             slots=self.config.slots + self.config.keep,
             length=self.config.context,
@@ -274,6 +322,7 @@ class Engine:
             proposals=self.config.acceptance != "match",
             rollback=self.config.rollback,
         )
+        return make() if self._devices is None else sharding.zeros(jax.eval_shape(make), self._devices)
 
     def _replay(self) -> None:
         """After an interruption: no state is trusted; every sequence is computed anew from its tokens."""
@@ -389,8 +438,10 @@ class Engine:
         if not ready:
             return emissions
         bucket = self._fit(ready, rows, propose)
-        plan = Plan.empty(bucket.n, bucket.k, self.config.slots + self.config.keep, self.config.end_ids)
-        for i, (a, count) in enumerate(zip(ready, rows, strict=True)):
+        mesh = self.config.mesh
+        plan = Plan.empty(bucket.n * mesh.data, bucket.k, self.config.slots + self.config.keep, self.config.end_ids)
+        places = mesh.places([a.slot for a in ready], bucket.n)
+        for i, a, count in zip(places, ready, rows, strict=True):
             a.fill(plan, i, count, bucket, scripted=self._propose is not None)
         plan.rounds[:] = self._rounds(ready)
         program = self.programs[bucket]
@@ -403,7 +454,7 @@ class Engine:
         rounds = 0
         for answer in answers:
             if answer.ran:
-                emissions += self._commit(ready, rows, answer, bucket)
+                emissions += self._commit(ready, rows, places, answer, bucket)
                 rows = [1 + min(len(a.drafts), max(a.most_drafts, 0)) for a in ready]
                 rounds += 1
         steps = self.telemetry.steps.setdefault(len(ready), Steps())
@@ -439,18 +490,24 @@ class Engine:
             bucket = self.config.invariant_bucket(bool(self.cfg.mtp_layers))
         else:
             deepest = max(max(rows), propose + 1, max(a.pending for a in ready) + 1)
-            bucket = self.config.buckets.fit(len(ready), deepest, sum(rows), self.policy.head or deepest > 1)
+            fullest = functools.partial(self.config.mesh.fullest, [a.slot for a in ready])
+            n, total = fullest([1] * len(ready)), fullest(rows)
+            bucket = self.config.buckets.fit(n, deepest, total, self.policy.head or deepest > 1)
         return self._answering(bucket, self.policy)
 
-    def _commit(self, ready: list[Active], rows: list[int], answer: Round, bucket: Bucket) -> list[Emission]:
+    def _commit(
+        self, ready: list[Active], rows: list[int], places: list[int], answer: Round, bucket: Bucket
+    ) -> list[Emission]:
         """Record one round: what each sequence emitted, and what it drafts next."""
         emissions, offered, accepted, chances = [], [], [], []
         self._steps += 1
         width = len(ready)
-        for i, a in enumerate(ready):
-            tokens, verified, before = answer.tokens(i), a.drafts[: rows[i] - 1], a.length
+        for i, a, ran in zip(places, ready, rows, strict=True):
+            if a.id in self._doomed:
+                continue
+            tokens, verified, before = answer.tokens(i), a.drafts[: ran - 1], a.length
             compared = self.config.acceptance == "match"
-            if problem := a.violation(rows[i], tokens, verified, answer.fault(i), compared):
+            if problem := a.violation(ran, tokens, verified, answer.fault(i), compared):
                 emissions.append(self._finish(a, "error", error=problem))
                 continue
             stopped = self._stopped(a, tokens)
@@ -491,7 +548,7 @@ class Engine:
                         "bucket": [bucket.n, bucket.k, bucket.rows],
                     }
                 )
-            finished, by = self._finished(a, stopped)
+            finished, by = (None, None) if a.id in self._doomed else self._finished(a, stopped)
             emissions.append(Emission(a.id, tuple(tokens), verified, finished, tuple(log_probs), tuple(top)))
             if finished:
                 self._finish(a, finished, by=by)
@@ -564,7 +621,7 @@ class Engine:
         if watched or self._policy_state is not None or self.policy.ragged:
             return 1
         asked = any(a.request.stop or a.request.sampling.allowed is not None for a in ready)
-        return 1 if asked else self.config.rounds
+        return 1 if asked else self.programs.config.rounds
 
     def _answering(self, bucket: Bucket, policy: Policy) -> Bucket:
         """The bucket with the log-probabilities that the policy or the config asks for."""

@@ -91,7 +91,9 @@ def _round(
     held = state.ledger.at[plan.slots].get(mode="fill", fill_value=0)
     told = jnp.stack([plan.lengths, plan.pending, plan.head], axis=1)
     fault = (plan.num_rows > 0) & (held != told).any(axis=1)
-    plan = plan._replace(num_rows=jnp.where(fault, 0, plan.num_rows))
+    # Whoever the slot belongs to still has it: as a padding sequence, this one neither reads nor writes any.
+    nowhere = state.ledger.shape[0]
+    plan = plan._replace(num_rows=jnp.where(fault, 0, plan.num_rows), slots=jnp.where(fault, nowhere, plan.slots))
     view = _view(plan, bucket, kernels, config.rollback)
     rows = jax.tree.map(lambda x: view.to_flat(jnp.repeat(x[:, None], k, axis=1)), plan.controls)
 

@@ -79,7 +79,7 @@ def pick(
 
 
 class Oracle:
-    """Judges answers of one model; compiles once. `length` bounds prompt and answer together."""
+    """Judges answers of one model; compiles once. `length` is the engine's `context`."""
 
     def __init__(self, params: Params, cfg: ModelConfig, length: int, batch: int = 8, tie: float = TIE_BOUND):
         self.cfg, self.length, self.batch, self.tie = cfg, length, batch, tie
@@ -152,6 +152,9 @@ class Oracle:
             return f"goes on behind the end token at {first}"
         if len(done.tokens) > request.max_new_tokens:
             return f"{len(done.tokens)} tokens where {request.max_new_tokens} were asked for"
+        most = min(request.max_new_tokens, self.length - len(request.prompt))
+        if done.finished == "length" and len(done.tokens) < most:
+            return f"finished 'length' after {len(done.tokens)} tokens, with room for {most}"
         if done.finished == "length" and first is not None:
             return "finished 'length' at an end token"
         if done.finished == "stop" and isinstance(done.stopped_by, int) and done.tokens[-1] != done.stopped_by:

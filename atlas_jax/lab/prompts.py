@@ -86,12 +86,15 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """The characters that `token` completes, perhaps none; bytes that can't be text become U+FFFD."""
+        """The characters that `token` completes, perhaps none; bytes that can't be text become U+FFFD.
+
+        A token that the tokenizer lacks is no text, as in its own `decode`: models are padded beyond their tokenizer.
+        """
         if token in self._special:
             return self.close() + self._special[token]
         piece = self._tokenizer.id_to_token(token)
         if piece is None:
-            raise ValueError(f"the tokenizer has no token {token}")
+            return ""
         return self._decoder.decode(bytes(_byte_of()[char] for char in piece))
 
     def close(self) -> str:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from atlas_jax.config import ModelConfig, MoEConfig
 from atlas_jax.kernels.numerics import widen
-from atlas_jax.model.ops import swiglu
+from atlas_jax.model.ops import apart, groups, swiglu
 
 
 def ffn(params: dict[str, Any], cfg: ModelConfig, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -37,7 +37,9 @@ def moe(params: dict[str, Any], moe_cfg: MoEConfig, x: Float[Array, "R D"]) -> F
     order = jnp.argsort(flat_ids, stable=True)
     source = order // moe_cfg.experts_per_token
     sizes = jnp.bincount(flat_ids, length=moe_cfg.num_experts).astype(jnp.int32)
-    gate, up = jnp.split(jax.lax.ragged_dot(x[source], params["gate_up"], sizes), 2, axis=-1)
+    gate_up = params["gate_up"]  # [E, D, 2 I], or in groups of columns
+    both = jax.lax.ragged_dot(x[source], gate_up.reshape(*gate_up.shape[:2], -1), sizes)
+    gate, up = apart(both, [moe_cfg.expert_size] * 2, groups(gate_up[0]))
     rows = jax.lax.ragged_dot(jax.nn.silu(gate) * up, params["down"], sizes)
     # Back to (row, choice) order, so that each row adds its experts in the same order whatever the batch.
     chosen = jnp.zeros_like(rows).at[order].set(rows).reshape(*ids.shape, -1)

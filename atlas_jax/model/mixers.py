@@ -16,7 +16,7 @@ from atlas_jax.config import ModelConfig
 from atlas_jax.kernels.causal_conv import causal_conv
 from atlas_jax.kernels.gated_norm import gated_norm
 from atlas_jax.kernels.numerics import widen
-from atlas_jax.model.ops import l2_normalise, rms_norm, rotate
+from atlas_jax.model.ops import apart, columns, groups, l2_normalise, rms_norm, rotate
 from atlas_jax.model.state import GdnCache, KvCache
 
 Params = dict[str, Any]
@@ -51,8 +51,8 @@ def gdn(
     params: Params, cfg: ModelConfig, x: Float[Array, "... D"], view: View, cache: GdnCache | None
 ) -> tuple[Float[Array, "... D"], GdnCache | None]:
     """Gated DeltaNet mixer: one fused projection `(q|k|v|b|a|z)`, conv, delta rule, gated norm, output projection."""
-    projected = x @ params["in_proj"]
-    rows, gate = jnp.split(projected, [cfg.conv_channels + 2 * cfg.gdn_value_heads], axis=-1)
+    fused = [cfg.conv_channels + 2 * cfg.gdn_value_heads, cfg.value_size]
+    rows, gate = apart(columns(x, params["in_proj"]), fused, groups(params["in_proj"]))
     out, cache = view.recur(params, cfg, rows, cache)
     gate = gate.reshape(*gate.shape[:-1], cfg.gdn_value_heads, cfg.gdn_value_dim)
     out = gated_norm(out, gate, params["norm"], cfg.norm_eps)
@@ -75,14 +75,16 @@ def delta_inputs(
 
     `q = l2(q) Dk^-0.5`, `k = l2(k)`, `beta = sigmoid(b)`, `g = -exp(A_log) softplus(a + dt_bias)`.
     """
-    channels, heads = cfg.conv_channels, cfg.gdn_value_heads
-    mixed = causal_conv(history[..., :channels], params["conv"], segments)
-    both, v = jnp.split(mixed, [2 * cfg.key_size], axis=-1)
+    heads, taps, count = cfg.gdn_value_heads, params["conv"], groups(params["conv"])
+    before, gates = apart(history, [cfg.conv_channels, 2 * heads], count)
+    mixed = causal_conv(before, taps.reshape(taps.shape[0], -1), segments)
+    both, v = apart(mixed, [2 * cfg.key_size, cfg.value_size], count)
     lead = mixed.shape[:2]
-    q, k = jnp.split(l2_normalise(both.reshape(*lead, 2 * cfg.gdn_key_heads, cfg.gdn_key_dim)), 2, axis=2)
+    both = l2_normalise(both.reshape(*lead, count, 2, cfg.gdn_key_heads // count, cfg.gdn_key_dim))
+    q, k = (both[:, :, :, i].reshape(*lead, cfg.gdn_key_heads, cfg.gdn_key_dim) for i in (0, 1))
     q = q * cfg.gdn_key_dim**-0.5
     v = widen(v.reshape(*lead, heads, cfg.gdn_value_dim))
-    b, a = jnp.split(widen(history[:, cfg.conv_width - 1 :, channels:]), 2, axis=-1)
+    b, a = apart(widen(gates[:, cfg.conv_width - 1 :]), [heads, heads], count)
     g = -jnp.exp(widen(params["a_log"])) * jax.nn.softplus(a + widen(params["dt_bias"]))
     return q, k, v, g, jax.nn.sigmoid(b)
 
@@ -91,8 +93,8 @@ def attention(
     params: Params, cfg: ModelConfig, x: Float[Array, "... D"], view: View, cache: KvCache | None
 ) -> tuple[Float[Array, "... D"], KvCache | None]:
     """Gated attention: fused projection `(q|gate|k|v)`, per-head norms, partial rotary, `sigmoid(gate)` on the out."""
-    q_size = cfg.q_heads * cfg.head_dim
-    q, gate, kv = jnp.split(x @ params["qkv_proj"], [q_size, 2 * q_size], axis=-1)
+    q_size, weight = cfg.q_heads * cfg.head_dim, params["qkv_proj"]
+    q, gate, kv = apart(columns(x, weight), [q_size, q_size, 2 * cfg.kv_heads * cfg.head_dim], groups(weight))
     q = q.reshape(*x.shape[:-1], cfg.q_heads, cfg.head_dim)
     q = rotate(rms_norm(q, params["q_norm"], cfg.norm_eps), view.positions, cfg.rotary_dim, cfg.rope_theta)
     k, v = keys_and_values(params, cfg, kv, view.positions)
@@ -105,7 +107,7 @@ def keys_and_values(
     params: Params, cfg: ModelConfig, projected: Float[Array, "... 2HkvDh"], positions: Int[Array, "..."]
 ) -> tuple[Float[Array, "... Hkv Dh"], Float[Array, "... Hkv Dh"]]:
     """Keys (normed, rotated) and values as the cache holds them, from the last columns of `qkv_proj`."""
-    k, v = jnp.split(projected, 2, axis=-1)
+    k, v = apart(projected, [cfg.kv_heads * cfg.head_dim] * 2, groups(params["qkv_proj"]))
     k = k.reshape(*k.shape[:-1], cfg.kv_heads, cfg.head_dim)
     v = v.reshape(*v.shape[:-1], cfg.kv_heads, cfg.head_dim)
     k = rotate(rms_norm(k, params["k_norm"], cfg.norm_eps), positions, cfg.rotary_dim, cfg.rope_theta)

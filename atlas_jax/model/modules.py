@@ -1,7 +1,8 @@
 """Flax NNX modules: they hold, name and initialise the parameters. The computation is in the pure functions they call.
 
 `Model.params()` is the tree those functions take: nested dicts of arrays. Weights are stored `[in, out]`, those that
-share an input fused into one array, because a decode step pays for every array it is handed.
+share an input fused into one array, because a decode step pays for every array it is handed. On a mesh that cuts heads
+or widths a decode step takes fused columns in groups, `[in, G, out / G]` (`ops.groups`, `sharding.grouped`).
 """
 
 from __future__ import annotations

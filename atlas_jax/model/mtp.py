@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from atlas_jax.config import ModelConfig
 from atlas_jax.kernels.numerics import widen
 from atlas_jax.model.mixers import Params, View, keys_and_values
-from atlas_jax.model.ops import rms_norm
+from atlas_jax.model.ops import columns, groups, rms_norm
 from atlas_jax.model.state import KvCache
 from atlas_jax.model.trunk import layer, logits
 
@@ -57,9 +57,10 @@ def head_entries(
     The head is one layer, so its entries depend on their own inputs only: prefill needs no attention here.
     """
     block = params["mtp"]["layer"]
+    weight = block["mixer"]["qkv_proj"]
+    last = 2 * cfg.kv_heads * cfg.head_dim // groups(weight)
     x = rms_norm(head_input(params, cfg, next_tokens, hidden), block["input_norm"], cfg.norm_eps)
-    kv = x @ block["mixer"]["qkv_proj"][:, 2 * cfg.q_heads * cfg.head_dim :]
-    return keys_and_values(block["mixer"], cfg, kv, positions)
+    return keys_and_values(block["mixer"], cfg, columns(x, weight[..., -last:]), positions)
 
 
 def draft_logits(params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... Vd"]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from atlas_jax.kernels.numerics import widen
@@ -38,7 +41,29 @@ def rotate(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
-def swiglu(x: Float[Array, "... D"], gate_up: Float[Array, "D I2"], down: Float[Array, "I D"]) -> Float[Array, "... D"]:
+def columns(x: Float[Array, "... D"], weight: Float[Array, "D *groups C"]) -> Float[Array, "... GC"]:
+    """`x @ weight`, whatever groups the columns of the weight lie in."""
+    return x @ weight.reshape(weight.shape[0], -1)
+
+
+def groups(weight: Float[Array, "D *groups C"]) -> int:
+    """In how many groups the columns of a fused weight lie. On one device it is one, and the weight `[D, C]`; where a
+    mesh cuts heads or widths it is `[D, G, C / G]`, and each group holds its own part of everything that is fused."""
+    return 1 if weight.ndim == 2 else weight.shape[1]
+
+
+def apart(x: Float[Array, "... C"], sizes: Sequence[int], groups: int) -> list[Float[Array, "... part"]]:
+    """What is fused in the columns of x, of these sizes; taken apart within each group, so that a group never moves."""
+    if groups == 1:
+        return jnp.split(x, np.cumsum(sizes)[:-1], axis=-1)
+    grouped = x.reshape(*x.shape[:-1], groups, -1)
+    parts = jnp.split(grouped, np.cumsum(sizes)[:-1] // groups, axis=-1)
+    return [part.reshape(*x.shape[:-1], -1) for part in parts]
+
+
+def swiglu(
+    x: Float[Array, "... D"], gate_up: Float[Array, "D *groups I2"], down: Float[Array, "I D"]
+) -> Float[Array, "... D"]:
     """`down(silu(gate(x)) * up(x))` with gate and up fused in one `[D, 2 I]` weight."""
-    gate, up = jnp.split(x @ gate_up, 2, axis=-1)
+    gate, up = apart(columns(x, gate_up), [down.shape[0]] * 2, groups(gate_up))
     return (jax.nn.silu(gate) * up) @ down

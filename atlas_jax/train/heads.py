@@ -72,15 +72,13 @@ def load_head(directory: Path, params: Params, cfg: ModelConfig, dtype: Any = np
 
 
 def install_head(model: Path, head: Path) -> None:
-    """Put the head in folder `head` into the model directory: only its `mtp.*` tensors are replaced.
+    """Put the head in folder `head` into the model directory, in one file or in shards: see `checkpoint.install`.
 
     Raises `HeadError` for the head of another base.
     """
-    cfg, params = checkpoint.load_model(model)
+    cfg, params = checkpoint.load_model(model, allow_missing="head")
     load_head(head, params, cfg)  # refuses what doesn't belong here
-    with tempfile.TemporaryDirectory(prefix=".stitch.", dir=model.parent) as folder:
-        checkpoint.stitch(model, head, Path(folder) / "new")
-        os.replace(Path(folder) / "new" / "model.safetensors", model / "model.safetensors")
+    checkpoint.install(model, head)
 
 
 def decode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+
+from atlas_jax import sharding
+from atlas_jax.sharding import Mesh
 
 Tree = Any
 Batch = tuple[Any, ...]  # arrays
@@ -98,6 +102,7 @@ def train(
     evaluate: Callable[[Tree], dict[str, float]] | None = None,
     report: Callable[[dict[str, Any]], None] = print,
     live: Callable[[Tree], dict[str, Any]] | None = None,
+    mesh: Mesh = Mesh(),
 ) -> Tree:
     """Minimise `loss(trained, frozen, *batch)`, a weighted sum and its weight, over `trained` for `schedule.steps`.
 
@@ -108,8 +113,13 @@ def train(
 
     Metrics go to `metrics.jsonl` in the run's directory, one line every `log_every` steps, and to `report`; `live` adds
     to each of them, `evaluate` to those where a checkpoint is saved. Ctrl-C saves and raises. `FloatingPointError` for
-    a loss that is no number, `ValueError` where nothing is supervised for `log_every` steps; either names the steps,
-    and the last checkpoint is kept.
+    a loss that is no number, `ValueError` for one of exactly 0 and where nothing is supervised for `log_every` steps;
+    each names the steps, and the last checkpoint is kept.
+
+    On a `mesh`, rows of batches and everything in `trained`, `frozen` and the optimizer's state are cut as `sharding`
+    says; a checkpoint restores onto any other mesh. Where it spans several processes, all of them call this with the
+    same arguments; the first alone evaluates, reports and writes metrics, and Ctrl-C saves nothing, since it finds them
+    at different steps. What comes back, and what is evaluated, is on the host.
     """
     if run.accumulate < 1:
         raise ValueError(f"accumulate is {run.accumulate}; a step takes at least one batch")
@@ -132,12 +142,26 @@ def train(
     def update(trained: Tree, state: Tree, frozen: Tree, batch: Batch) -> tuple[Tree, Tree, jax.Array]:
         return apply(trained, state, gradients(trained, frozen, batch))
 
-    step_fn = jax.jit(update, donate_argnums=(0, 1))
+    trained = jax.tree.map(lambda x: jnp.array(x, copy=True), trained)  # donated: never the caller's arrays
+    gather = put_batch = lambda tree: tree
+    out: dict[str, Any] = {}
+    if mesh.size == 1:
+        state = optimizer.init(trained)
+    else:
+        devices = mesh.build()
+        whole = sharding.whole(devices)
+        trained, frozen = sharding.place(trained, devices), sharding.place(frozen, devices)
+        places = sharding.shardings(jax.eval_shape(optimizer.init, trained), devices)
+        state = jax.jit(optimizer.init, out_shardings=places)(trained)
+        out = {"out_shardings": (sharding.shardings(trained, devices), places, whole)}
+        whole_fn = jax.jit(lambda tree: tree, out_shardings=whole)
+        gather = lambda tree: jax.device_get(whole_fn(tree))
+        put_batch = functools.partial(sharding.place_batch, mesh=devices)
+    step_fn = jax.jit(update, donate_argnums=(0, 1), **out)
     gradients_fn = jax.jit(gradients)
     add_fn = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
-    apply_fn = jax.jit(apply, donate_argnums=(0, 1))
-    trained = jax.tree.map(lambda x: jnp.array(x, copy=True), trained)  # donated: never the caller's arrays
-    state = optimizer.init(trained)
+    apply_fn = jax.jit(apply, donate_argnums=(0, 1), **out)
+    alone, first_process = jax.process_count() == 1 or mesh.size == 1, jax.process_index() == 0
     run.directory.mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager((run.directory / "state").resolve(), options=options) as manager:
@@ -146,16 +170,18 @@ def train(
             saved = manager.restore(done, args=ocp.args.StandardRestore({"params": trained, "optimizer": state}))
             trained, state = saved["params"], saved["optimizer"]
         settings = {**run.settings, "accumulate": run.accumulate, **dataclasses.asdict(schedule)}
-        changed = _settings_changed(run.directory / "settings.json", settings)
         metrics = run.directory / "metrics.jsonl"
-        _drop_after(metrics, done)
-        if done:
-            report({"resumed_at": done} | ({"changed": changed} if changed else {}))
+        if first_process:
+            changed = _settings_changed(run.directory / "settings.json", settings)
+            _drop_after(metrics, done)
+            if done:
+                report({"resumed_at": done} | ({"changed": changed} if changed else {}))
 
         def save(step: int) -> None:
             if step > (manager.latest_step() or 0):
-                # A copy on the host: it is written while the next updates take over the buffers.
-                tree = jax.tree.map(lambda x: np.array(x, copy=True), {"params": trained, "optimizer": state})
+                # A copy, on the host if that has all of it: it is written while the next updates take over the buffers.
+                copy = (lambda x: np.array(x, copy=True)) if alone else jnp.copy
+                tree = jax.tree.map(copy, {"params": trained, "optimizer": state})
                 manager.save(step, args=ocp.args.StandardSave(tree))
 
         recent: list[jax.Array] = []
@@ -163,13 +189,13 @@ def train(
         try:
             while done < schedule.steps:
                 first = done * run.accumulate
-                batch = batches(first)
+                batch = put_batch(batches(first))
                 if run.accumulate == 1:
                     trained, state, value = step_fn(trained, state, frozen, batch)
                 else:
                     found = gradients_fn(trained, frozen, batch)
                     for i in range(first + 1, first + run.accumulate):
-                        found = add_fn(found, gradients_fn(trained, frozen, batches(i)))
+                        found = add_fn(found, gradients_fn(trained, frozen, put_batch(batches(i))))
                     trained, state, value = apply_fn(trained, state, found)
                 done += 1
                 recent.append(value)
@@ -184,18 +210,21 @@ def train(
                         "tokens_per_s": round(len(recent) * run.accumulate * batch[0].size / seconds),
                     }
                     recent = []
-                    row |= live(trained) if live else {}
+                    judged = gather(trained) if live or (evaluate and saving) else None
                     if saving:
                         save(done)
-                        row |= evaluate(trained) if evaluate else {}
+                    if first_process:
+                        row |= live(judged) if live else {}
+                        row |= evaluate(judged) if evaluate and saving else {}
+                        with metrics.open("a") as file:
+                            file.write(json.dumps(row) + "\n")
+                        report(row)
                     since = time.perf_counter()
-                    with metrics.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                    report(row)
         except KeyboardInterrupt:
-            save(done)
+            if alone:
+                save(done)
             raise
-    return trained
+    return gather(trained)
 
 
 def _check(losses: np.ndarray, weights: np.ndarray, done: int) -> None:
@@ -203,6 +232,8 @@ def _check(losses: np.ndarray, weights: np.ndarray, done: int) -> None:
     if not np.isfinite(losses).all():
         step = first + int(np.argmin(np.isfinite(losses)))
         raise FloatingPointError(f"the loss is {losses[step - first]} at step {step}; the last checkpoint is kept")
+    if (nothing := (losses == 0) & (weights > 0)).any():
+        raise ValueError(f"the loss is exactly 0 at step {first + int(np.argmax(nothing))}; check what it compares")
     if not weights.any():
         raise ValueError(f"no token is supervised in the batches of steps {first} to {done}; nothing can be learnt")
 

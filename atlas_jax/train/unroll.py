@@ -10,6 +10,7 @@ anchors only; the trunk's hiddens come from a cache (`hiddens.py`) or are comput
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +27,7 @@ from atlas_jax.model.trunk import trunk
 from atlas_jax.model.views import Full
 from atlas_jax.train.losses import Measure, Measured, cross_entropy, in_blocks
 
-ANCHOR_BLOCK = 256  # anchors of one product of attention: bounds its memory
+ANCHOR_BLOCK = 128  # anchors of one product of attention: bounds its memory
 
 
 class Rows(NamedTuple):
@@ -138,6 +139,7 @@ class Anchored:
 
 
 def _attend(q: Array, anchors: Array, documents: Array, entries: Any, chain: list[tuple[Array, Array]]) -> Array:
+    """Softmax over the text's entries and the chain's own without putting them side by side, which copies them."""
     keys, values, segments = entries
     kv_heads, dim = keys.shape[2:]
     shape = q.shape
@@ -145,14 +147,17 @@ def _attend(q: Array, anchors: Array, documents: Array, entries: Any, chain: lis
     seen = jnp.arange(keys.shape[1]) <= anchors[..., None]
     seen = seen & (segments[:, None, :] == documents[..., None])
     scores = widen(jnp.einsum("nahgd,nkhd->nhgak", q, keys, precision=EXACT))
-    columns = [jnp.where(seen[:, None, None], scores, -jnp.inf)]
-    columns += [widen(jnp.einsum("nahgd,nahd->nhga", q, k, precision=EXACT))[..., None] for k, _ in chain]
-    weights = jax.nn.softmax(jnp.concatenate(columns, axis=-1), axis=-1).astype(values.dtype)
-    length = keys.shape[1]
-    out = jnp.einsum("nhgak,nkhd->nahgd", weights[..., :length], values, precision=EXACT)
-    for i, (_, value) in enumerate(chain):
-        out += jnp.einsum("nhga,nahd->nahgd", weights[..., length + i], value, precision=EXACT)
-    return out.reshape(shape)
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    own = [widen(jnp.einsum("nahgd,nahd->nhga", q, k, precision=EXACT)) for k, _ in chain]
+    top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, own, scores.max(axis=-1)))
+    weights = jnp.exp(scores - top[..., None])
+    total = weights.sum(axis=-1)
+    out = widen(jnp.einsum("nhgak,nkhd->nhgad", weights.astype(values.dtype), values, precision=EXACT))
+    for score, (_, value) in zip(own, chain, strict=True):
+        weight = jnp.exp(score - top)
+        total += weight
+        out += jnp.einsum("nhga,nahd->nhgad", weight, widen(value), precision=EXACT)
+    return (out / total[..., None]).astype(values.dtype).transpose(0, 3, 1, 2, 4).reshape(shape)
 
 
 def unroll(params: Params, cfg: ModelConfig, rows: Rows, how: Unroll) -> list[Depth]:
@@ -254,4 +259,3 @@ def from_tokens(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden, _ = trunk(frozen, cfg, tokens, Full(positions, segments, kernels))
     return Rows(tokens, weights, segments, hidden, positions)
-

@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +133,7 @@ def _save(directory: Path, params: Params, cfg: ModelConfig, which: Callable[...
     naming = naming_of(params, cfg, Naming.of_release(cfg))
     tensors = CheckpointTensors(params, which(cfg, naming), _dtype(dtype))
     directory.mkdir(parents=True, exist_ok=True)
-    write_shard(directory / SINGLE, tensors)
+    write_shard(directory / SINGLE, {name: tensors.deferred(name) for name in tensors})
     (directory / "config.json").write_text(json.dumps(cfg.to_hf(), indent=1) + "\n")
 
 
@@ -149,7 +151,8 @@ def export_model(
 
     `dtype` replaces the stored dtypes (`A_log` and `dt_bias` are then float32). Tensors that an import ignores (a
     vision tower) are copied as they are. FP8 weights become bfloat16. `head_only` writes the MTP head alone, in one
-    file. Raises `WeightError` where `target` exists or the parameters do not fit.
+    file. Host memory above the parameters: one tensor (and one leaf, where they are on devices). Raises `WeightError`
+    where `target` exists or the parameters do not fit.
     """
     source = Path(source)
     shards, plan = _plan(source, allow_missing=True)
@@ -172,7 +175,32 @@ def stitch(
     The head takes the names and dtypes that the original's had, whatever its own; every other tensor is copied bit for
     bit. An original without a head gets one in bfloat16. Raises `WeightError` for a head of another model.
     """
-    original = Path(original)
+    shards, new, kept = _stitched(Path(original), head)
+    _write_like(shards, Path(target), new, kept, 1, progress=progress)
+    return tuple(new)
+
+
+def install(model: Path | str, head: Path | str) -> tuple[str, ...]:
+    """`stitch` in place: only the shards that hold tensors of the head are written anew. Names and errors as there.
+
+    Each file is replaced whole, when all of them are written. Killed between two of the replacements, a head that is
+    spread over several shards is half the old one: install it again.
+    """
+    model = Path(model)
+    shards, new, kept = _stitched(model, head)
+    with tempfile.TemporaryDirectory(prefix=".install.", dir=model) as folder:
+        part = Path(folder)
+        wanted = _write_shards(shards, part, new, kept, copy=False)
+        _follow(model, part, 1, still_fp8=any(name.endswith("_scale_inv") for name in kept))
+        for file in sorted(part.iterdir()):
+            os.replace(file, model / file.name)
+        for shard in set(shards.files) - wanted:  # it held nothing but tensors that are no more
+            (model / shard).unlink()
+    return tuple(new)
+
+
+def _stitched(original: Path, head: Path | str) -> tuple[Shards, CheckpointTensors, set[str]]:
+    """The original's shards, the head's tensors as they are to be stored there, and the names of those that stay."""
     shards, plan = _plan(original, allow_missing=True)
     cfg, params = load_head(head, dtype=None)
     for field in ("hidden_size", "vocab_size", "q_heads", "kv_heads", "head_dim", "rotary_dim", "rope_theta", "moe"):
@@ -186,8 +214,7 @@ def stitch(
     old = {name for name in shards if name.startswith(f"{plan.naming.top}mtp.")}
     if any(name.endswith("_scale_inv") for name in old):
         raise WeightError(f"the head of {original} is FP8; stitch into the bfloat16 release")
-    _write_like(shards, Path(target), new, set(shards) - old, 1, progress=progress)
-    return tuple(new)
+    return shards, new, set(shards) - old
 
 
 def _plan(directory: Path, **options: Any) -> tuple[Shards, ImportPlan]:
@@ -237,14 +264,36 @@ def _dtype(dtype: Any) -> Callable[[str], Any]:
 def _write_like(
     shards: Shards,
     target: Path,
-    new: Mapping[str, np.ndarray],
+    new: CheckpointTensors,
     kept: set[str],
     mtp_layers: int,
     *,
     one_file: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Write `new` tensors and those of the shards that are `kept`, each in the shard where its name was."""
+    """A directory of the `new` tensors and those of the shards that are `kept`, with the small files."""
+    with new_directory(target) as part:
+        _write_shards(shards, part, new, kept, one_file=one_file, progress=progress)
+        for file in _carried(shards.directory):
+            shutil.copyfile(file, part / file.name)
+        still_fp8 = any(name.endswith("_scale_inv") for name in {*new, *kept})
+        _follow(shards.directory, part, mtp_layers, still_fp8)
+
+
+def _write_shards(
+    shards: Shards,
+    target: Path,
+    new: CheckpointTensors,
+    kept: set[str],
+    *,
+    one_file: bool = False,
+    copy: bool = True,
+    progress: Progress | None = None,
+) -> set[str]:
+    """Write `new` tensors and those that are `kept`, each in the shard where its name was, and the index.
+
+    A shard that stays as it is is copied, or (without `copy`) left out. Returns the names of all that there should be.
+    """
     place = {name: SINGLE if one_file else entry.shard for name, entry in shards.entries.items()}
     # A tensor of a head that there was not goes where the trunk's last norm is.
     otherwise = next((shard for name, shard in reversed(place.items()) if name.endswith("norm.weight")), SINGLE)
@@ -252,30 +301,33 @@ def _write_like(
     for name in [*(name for name in shards if name in new or name in kept), *(n for n in new if n not in shards)]:
         contents.setdefault(place.get(name, otherwise), []).append(name)
     sizes: dict[str, dict[str, int]] = {}
-    with new_directory(target) as part:
-        for done, (shard, names) in enumerate(sorted(contents.items()), start=1):
-            untouched = [name for name, entry in shards.entries.items() if entry.shard == shard]
-            if names == untouched and set(names).isdisjoint(new):
-                shutil.copyfile(shards.directory / shard, part / shard)
-                sizes[shard] = {name: shards.entries[name].nbytes for name in names}
-            else:
-                tensors = {name: new[name] if name in new else shards[name] for name in names}
-                write_shard(part / shard, tensors)
-                sizes[shard] = {name: tensor.nbytes for name, tensor in tensors.items()}
-            if progress is not None:
-                progress(done, len(contents))
-        if shards.indexed and not one_file:
-            (part / INDEX).write_text(index_json(sizes))
-        written = {name for names in contents.values() for name in names}
-        _carry(shards.directory, part, mtp_layers, still_fp8=any(name.endswith("_scale_inv") for name in written))
+    for done, (shard, names) in enumerate(sorted(contents.items()), start=1):
+        tensors = {name: (new if name in new else shards).deferred(name) for name in names}
+        sizes[shard] = {name: tensor.nbytes for name, tensor in tensors.items()}
+        untouched = [name for name, entry in shards.entries.items() if entry.shard == shard]
+        if names != untouched or not set(names).isdisjoint(new):
+            write_shard(target / shard, tensors)
+        elif copy:
+            shutil.copyfile(shards.directory / shard, target / shard)
+        if progress is not None:
+            progress(done, len(contents))
+    if shards.indexed and not one_file:
+        (target / INDEX).write_text(index_json(sizes))
+    return set(contents)
 
 
-def _carry(source: Path, target: Path, mtp_layers: int, still_fp8: bool) -> None:
-    """Copy config and tokenizer files; where weights changed their kind, the config follows."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and any(fnmatch.fnmatch(file.name, kind) for kind in CARRIED):
-            shutil.copyfile(file, target / file.name)
-    config = read_json(target / "config.json")
+def _carried(source: Path) -> list[Path]:
+    """The config and tokenizer files of a directory."""
+    return [
+        file
+        for file in sorted(source.iterdir())
+        if file.is_file() and any(fnmatch.fnmatch(file.name, kind) for kind in CARRIED)
+    ]
+
+
+def _follow(source: Path, target: Path, mtp_layers: int, still_fp8: bool) -> None:
+    """Write the config of `source` into `target` where weights have changed their kind."""
+    config = read_json(source / "config.json")
     text = config.get("text_config", config)
     changed = text.get("mtp_num_hidden_layers", 1) != mtp_layers
     if changed:

@@ -19,7 +19,7 @@ import numpy as np
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.weights.layout import DRAFT_IDS, Leaf, LeafPath, Naming, Part, head_leaves, leaves
-from atlas_jax.weights.shards import Shards, WeightError, shorten
+from atlas_jax.weights.shards import Deferred, Shards, WeightError, shorten
 
 Tensors = Mapping[str, np.ndarray]
 Params = dict[str, Any]
@@ -300,6 +300,11 @@ class CheckpointTensors(Mapping[str, np.ndarray]):
         for mine, theirs in part.pairs(np.asarray(array), tensor):
             copy(theirs, mine)
         return tensor
+
+    def deferred(self, name: str) -> Deferred:
+        """The tensor as it will be."""
+        part, array = self._parts[name]
+        return Deferred.of(part.shape, np.dtype(self._dtype(name) or array.dtype), lambda: self[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)

@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -38,6 +38,7 @@ _DTYPES: dict[str, Any] = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
+_CODES = {np.dtype(kind): code for code, kind in _DTYPES.items()}
 
 
 class WeightError(ValueError):
@@ -53,6 +54,23 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """A tensor that is to be written and not made before: `data()` is an array of its bytes, in row-major order."""
+
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+    nbytes: int
+    data: Callable[[], np.ndarray]
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dtype: np.dtype, data: Callable[[], np.ndarray]) -> Deferred:
+        """The tensor of NumPy's `dtype` that `data` makes."""
+        if dtype not in _CODES:
+            raise WeightError(f"{dtype} can't be written; known are {', '.join(map(str, _CODES))}")
+        return cls(_CODES[dtype], shape, math.prod(shape) * dtype.itemsize, data)
 
 
 class Shards(Mapping[str, np.ndarray]):
@@ -102,6 +120,12 @@ class Shards(Mapping[str, np.ndarray]):
             start = entry.offset // mmap.PAGESIZE * mmap.PAGESIZE
             length = entry.offset + entry.nbytes - start
             self._maps[entry.shard].madvise(mmap.MADV_DONTNEED, start, length)
+
+    def deferred(self, name: str) -> Deferred:
+        """The tensor as it is, whatever its dtype; its bytes are read anew and leave no mapped pages behind."""
+        entry = self.entries[name]
+        read = lambda: np.fromfile(self.directory / entry.shard, np.uint8, entry.nbytes, offset=entry.offset)
+        return Deferred(entry.dtype, entry.shape, entry.nbytes, read)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -186,14 +210,30 @@ def shorten(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def write_shard(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write one safetensors file; readers see the whole of it or none. Its mode is a new file's, as the umask says."""
+def write_shard(file: Path, tensors: Mapping[str, np.ndarray | Deferred]) -> None:
+    """Write one safetensors file; readers see the whole of it or none. Its mode is a new file's, as the umask says.
+
+    Tensor by tensor: one that is deferred is in memory only while it is written. (The library's writer takes all of
+    them at once, and a second copy.) Wider dtypes come first, so that every tensor is aligned.
+    """
+
+    def deferred(tensor: np.ndarray | Deferred) -> Deferred:
+        return tensor if isinstance(tensor, Deferred) else Deferred.of(tensor.shape, tensor.dtype, lambda: tensor)
+
+    width = lambda tensor: tensor.nbytes // max(1, math.prod(tensor.shape))
+    wanted = sorted(((name, deferred(x)) for name, x in tensors.items()), key=lambda item: -width(item[1]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in wanted:
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (end, end := end + tensor.nbytes)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
-        part.touch()
-        mode = part.stat().st_mode  # the library makes a file of its own, for its owner alone
-        save_file({n: np.asarray(x, order="C") for n, x in tensors.items()}, part, metadata={"format": "pt"})
-        part.chmod(mode)
+        with part.open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for _, tensor in wanted:
+                out.write(np.ascontiguousarray(tensor.data()).reshape(-1).view(np.uint8).data)
         os.replace(part, file)
     finally:
         part.unlink(missing_ok=True)

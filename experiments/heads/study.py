@@ -2,11 +2,13 @@
 
     python experiments/heads/study.py --distilled runs/distilled.jsonl          # all arms, three seeds each
     python experiments/heads/study.py --distilled runs/distilled.jsonl --arms single-step unrolled
+    python experiments/heads/study.py --distilled runs/distilled.jsonl --speed 1 8   # and tokens a second
 
 Every arm trains fresh heads on the frozen base of `checkpoints/small` for the same number of steps on the same number
 of chains of drafts (256 a step); what differs is in `ARMS`. The trunk's hiddens are cached once. Each head is judged by
-the real decode loop on held-out prompts, greedy, three drafts. `results.json` has one entry a run, `results.csv` the
-same as a table, `heads.png` the plot; `README.md` beside this file is the finding.
+the real decode loop on held-out prompts, greedy, three drafts. With `--speed`, the finished heads then decode in turns
+beside plain decode, one seed a repetition. `results.json` has one entry a run, `results.csv` the same as a table,
+`heads.png` the plot; `README.md` beside this file is the finding.
 """
 
 import csv
@@ -20,6 +22,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from race import engines_of, race, speeds
 
 from atlas_jax.lab.bench import use_cpu_threads
 from atlas_jax.lab.prompts import load_requests
@@ -79,6 +82,8 @@ class Config:
     prompts: int = 24  # held-out ones, a regime
     run: Path = ROOT / "runs" / "heads_study"
     hiddens: Path | None = None  # where those of the distilled texts are cached; None: RUN/hiddens
+    speed: tuple[int, ...] = ()  # sequences active at once, for tokens a second
+    speed_prompts: int = 16  # a regime
     cpu_threads: int = 1
     out: Path = HERE
 
@@ -95,13 +100,14 @@ def main(config: Config) -> dict[str, Any]:
     if offline:
         raise SystemExit(offline)
     always = sorted({*cfg.eos_ids, *(int(tokenizer.token_to_id(token)) for token in SPECIAL)})
-    caches, texts = prepare(config, cfg, params, tokenizer)
     results = config.run / "results"
     results.mkdir(parents=True, exist_ok=True)
+    path_of = lambda name, seed: results / f"{name}-{seed}.json"  # several processes can share the arms
+    if not all(path_of(name, seed).exists() for name in config.arms for seed in range(config.seeds)):
+        caches, texts = prepare(config, cfg, params, tokenizer)
     for seed in range(config.seeds):  # all arms once before any of them twice
         for name in config.arms:
-            key = f"{name}/{seed}"
-            path = results / f"{name}-{seed}.json"  # a file a run, so that several processes can share the arms
+            key, path = f"{name}/{seed}", path_of(name, seed)
             if path.exists():
                 continue
             arm, began = ARMS[name], time.perf_counter()
@@ -120,9 +126,15 @@ def main(config: Config) -> dict[str, Any]:
             write(path, json.dumps({key: run}) + "\n")
             tok_step = {regime: figures[regime]["tok_step"] for regime in figures}
             print(f"{key}: {seconds:.0f} s, tokens a step {tok_step}", flush=True)
+    for concurrency in config.speed:
+        run_speed(concurrency, config, cfg, params, requests)
     done: dict[str, Any] = {}
     for path in sorted(results.glob("*.json")):
         done |= json.loads(path.read_text())
+    for path in sorted((config.run / "speed").glob("*.json")):
+        regime, concurrency = path.stem.split("-")
+        for key, found in json.loads(path.read_text()).items():
+            done[key][regime] |= {f"{name}_c{concurrency}": found[name] for name in ("tok_s", "x_plain")}
     write(config.out / "results.json", json.dumps(done, indent=1) + "\n")
     table(done, config.out / "results.csv")
     plot(done, config.out / "heads.png")
@@ -169,6 +181,25 @@ def run_arm(
     return jax.device_get(trained)
 
 
+def run_speed(concurrency: int, config: Config, cfg: Any, params: Any, requests: Any) -> None:
+    """Writes `{arm/seed: {tok_s, x_plain, ...}}` of the finished heads for each regime that has none yet."""
+    folder = config.run / "speed"
+    folder.mkdir(exist_ok=True)
+    missing = [regime for regime in requests if not (folder / f"{regime}-{concurrency}.json").exists()]
+    if not missing:
+        return
+    names = [name for name in config.arms if not ARMS[name].draft_vocab]  # maps make programs of another shape
+    load = lambda name, seed: heads.load_head(config.run / "heads" / name / str(seed), params, cfg)
+    each = {(name, seed): load(name, seed) for seed in range(config.seeds) for name in names}
+    engines = engines_of(each, cfg, concurrency, 3, 768)
+    entrants = lambda seed: {name: engines[name, seed] for name in names}
+    for regime in missing:
+        asked = requests[regime][: config.speed_prompts]
+        cells = race(entrants, params, regime, asked, 3, config.seeds, lambda text: print(text, flush=True))
+        found = {f"{name}/{i}": by for name, seeds in speeds(cells).items() for i, by in enumerate(seeds)}
+        write(folder / f"{regime}-{concurrency}.json", json.dumps(found) + "\n")
+
+
 def summarise(done: dict[str, Any]) -> dict[str, Any]:
     """Mean and spread over the seeds of the tokens a step, by arm and regime."""
     found: dict[str, Any] = {}
@@ -187,11 +218,13 @@ def table(done: dict[str, Any], path: Path) -> None:
     """One line a run and regime."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        names = list(next(iter(done.values()))["pooled"])
+        names = list(
+            dict.fromkeys(name for run in done.values() for by in ("pooled", "prose", "tools") for name in run[by])
+        )
         writer.writerow(["arm", "seed", "regime", "train_s", *names])
         for key, run in sorted(done.items()):
             for regime in ("prose", "tools", "pooled"):
-                figures = [run[regime][name] for name in names]
+                figures = [run[regime].get(name) for name in names]
                 writer.writerow([key.split("/")[0], run["seed"], regime, run["train_s"], *figures])
 
 

@@ -2,9 +2,11 @@
 
     python experiments/heads/throughput.py HIDDENS     # a cache that train_head.py made: runs/train_head/hiddens/...
 
-Medians of interleaved runs on one CPU thread. Parts are whole programs that leave out what comes after them, so that
-their differences are the parts: entries (keys and values of all rows), chains (the head's passes), scores (LM head and
-loss), the backward pass, the optimizer. The last line is JSON.
+Medians of interleaved runs on one CPU thread, with the trainer's default of up to 128 chains in a row of 1024 tokens,
+with twice as many and with room for one at every token. Parts are whole programs that leave out what comes after them,
+so that their differences are the parts: entries (keys and values of all rows), chains (the head's passes), scores (LM
+head and loss), the backward pass, the optimizer. The base's forward pass is what a cache of hiddens saves every later
+epoch. The last line is JSON.
 """
 
 import json
@@ -12,6 +14,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +32,19 @@ from atlas_jax.weights.checkpoint import load_model
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def main(folder: Path, repetitions: int = 7) -> dict[str, float]:
-    """Prints the table and the line; returns the line's figures."""
+def main(folder: Path, repetitions: int = 7) -> dict[str, dict[str, float]]:
+    """Prints a table for each number of chains and the line; returns the line's figures."""
     use_cpu_threads(1)
     cfg, params = load_model(ROOT / "checkpoints" / "small")
-    batch = tuple(map(jnp.asarray, hiddens.batches([hiddens.load_hiddens(folder, params)], 4, 128, 0)(0)))
+    cache = hiddens.load_hiddens(folder, params)
+    result = {f"chains_{chains}": measure(cfg, params, cache, chains, repetitions) for chains in (128, 256, 1024)}
+    print(json.dumps(result))
+    return result
+
+
+def measure(cfg: Any, params: Any, cache: hiddens.HiddenCache, chains: int, repetitions: int) -> dict[str, float]:
+    """Seconds of each part on one batch with up to `chains` chains a row."""
+    batch = tuple(map(jnp.asarray, hiddens.batches([cache], 4, chains, 0)(0)))
     base = jax.device_put({name: leaf for name, leaf in params.items() if name != "mtp"})
     head = jax.tree.map(jnp.asarray, params["mtp"])
     optimizer, how = Schedule(1000).optimizer(), Unroll(3)
@@ -46,7 +57,7 @@ def main(folder: Path, repetitions: int = 7) -> dict[str, float]:
     def step(head, base, batch):
         return optimizer.update(jax.grad(loss)(head, base, batch), state, head)[0]
 
-    def chains(head, base, batch):
+    def passes(head, base, batch):
         return [depth.hidden for depth in unroll({**base, "mtp": head}, cfg, Rows(*batch), how)]
 
     def entries(head, base, batch):
@@ -55,7 +66,7 @@ def main(folder: Path, repetitions: int = 7) -> dict[str, float]:
     programs = {
         "base forward": lambda head, base, batch: trunk(base, cfg, batch[0], Full(positions, batch[2]))[0],
         "entries": entries,
-        "and chains": chains,
+        "and chains": passes,
         "and scores": loss,
         "and backward": jax.grad(loss),
         "and optimizer": step,
@@ -68,20 +79,19 @@ def main(folder: Path, repetitions: int = 7) -> dict[str, float]:
             jax.block_until_ready(program(head, base, batch))
             times[name].append(time.perf_counter() - began)
     medians = {name: statistics.median(found) for name, found in times.items()}
+    tokens, live = batch[0].size, int((batch[4] < batch[0].shape[1]).sum())
+    print(f"{tokens} tokens, {live} chains of {how.depth}:")
     before = 0.0
     for name, seconds in medians.items():
         own = seconds - before if name.startswith("and") else seconds
         print(f"{name:15s} {1e3 * seconds:8.1f} ms, of which its own {1e3 * own:8.1f}")
         before = seconds
-    tokens, live = batch[0].size, int((batch[4] < batch[0].shape[1]).sum())
-    result = {
+    return {
         "base_forward_tokens_s": round(tokens / medians["base forward"]),
         "training_tokens_s": round(tokens / medians["and optimizer"]),
         "training_chains_s": round(live / medians["and optimizer"]),
         "ratio": round(medians["base forward"] / medians["and optimizer"], 3),
     }
-    print(json.dumps(result))
-    return result
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from atlas_jax.decode.buckets import BucketConfig
 from atlas_jax.decode.config import EngineConfig
 from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Request
-from atlas_jax.decode.sampling import Sampling
-from atlas_jax.depth.policies import Fixed, Off
+from atlas_jax.depth.policies import Fixed
 from atlas_jax.model.state import GdnCache
 
 LENGTHS = (1, 2, 3, 5, 17, 64, 65, 120, 9)
@@ -77,28 +76,6 @@ def test_a_finished_rows_state_stays_as_it_was(wide):
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
-@pytest.mark.parametrize("pattern", range(16))
-def test_counting_is_consecutive_for_every_pattern_of_acceptance(wide, pattern):
-    """Whatever of four drafts in a row is right, the answer counts on: nothing is skipped, nothing told twice (B04)."""
-    engine, *_ = wide
-    right = [bool(pattern >> j & 1) for j in range(4)]
-    turn = iter(range(10**6))
-
-    def propose(known, count):
-        ahead = [(known[-1] + 1 + j) % 60 for j in range(count)]
-        return [t if right[next(turn) % 4] else (t + 7) % 60 for t in ahead]
-
-    def counts(text):
-        allowed = np.zeros(61, bool)
-        allowed[(text[-1] + 1) % 60] = True
-        return allowed
-
-    engine._propose = propose
-    (done,) = engine.generate([Request((5,), 40, Sampling(allowed=counts))])
-    engine._propose = None
-    assert list(done.tokens) == [(6 + i) % 60 for i in range(40)]
-
-
 @pytest.mark.parametrize("widths", [(7,), (63,), (65,), (16, 64)])
 def test_any_split_of_a_prompt_leaves_the_same_state(tiny, widths):
     """Chunks that do and don't divide the prompt, against one (B17, B18)."""
@@ -121,39 +98,6 @@ def test_any_split_of_a_prompt_leaves_the_same_state(tiny, widths):
                 np.testing.assert_allclose(mine.window[0, :taps], theirs.window[0, :taps], atol=1e-10)
             else:
                 np.testing.assert_allclose(mine.kv[0, :, :, :130], theirs.kv[0, :, :, :130], atol=1e-10)
-
-
-@pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)], ids=["float32", "bfloat16"])
-def test_forced_rejections_do_not_wear_the_state(tiny, dtype, bound):
-    """512 tokens, every draft wrong, the same text as plain (a mask leaves one token): the states stay together, and
-    no further apart at the end than in the middle (B06)."""
-    cfg, params = tiny
-    script = np.random.default_rng(4).integers(0, 60, 600).tolist()
-
-    def only(text):
-        allowed = np.zeros(61, bool)
-        allowed[script[len(text)]] = True
-        return allowed
-
-    config = EngineConfig(
-        slots=1, context=560, max_drafts=3, buckets=BucketConfig(n=(1,), k=(1, 4)), prefill=(16,), dtype=dtype
-    )
-    engine = Engine(params, cfg, config)
-    states: dict[str, list] = {}
-    for name, policy, propose in (
-        ("plain", Off(), None),
-        ("speculative", Fixed(3), lambda known, count: [(script[len(known)] + 1) % 60] * count),
-    ):
-        engine.policy, engine._propose = policy, propose
-        engine.submit(Request(tuple(script[:5]), 512, Sampling(allowed=only), ignore_eos=True))
-        while not engine.idle:
-            engine.step()
-            if engine._active and engine._active[0].length in (260, 515):
-                states.setdefault(name, []).append(np.asarray(engine._state.layers[0].state[0], np.float64))
-    apart = [
-        np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(states["speculative"], states["plain"], strict=True)
-    ]
-    assert len(apart) == 2 and apart[1] < bound and apart[1] < 2 * apart[0] + 1e-7
 
 
 def test_a_state_of_another_dtype_is_refused(wide):

@@ -121,3 +121,12 @@ def test_a_best_head_gives_way_to_a_better_one_only(model, tmp_path):  # noqa: F
     for accepted, kept in ((1, 1), (0, 1), (2, 2), (2, 2)):
         keep_best(folder, params, cfg, log(accepted))
         assert json.loads((folder / "head.json").read_text())["mean_accepted"] == kept
+
+
+def test_a_run_of_another_base_is_not_taken_up(tmp_path):
+    check_base = script("train_head").check_base
+    check_base(tmp_path / "new", "a")
+    (tmp_path / "settings.json").write_text(json.dumps({"base": "a", "seed": 0}))
+    check_base(tmp_path, "a")
+    with pytest.raises(heads.HeadError, match="trains a head of the base a, and this one is b: name another --run"):
+        check_base(tmp_path, "b")

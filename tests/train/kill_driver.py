@@ -1,4 +1,4 @@
-"""Trains a tiny head in child processes that are killed at random moments; `python kill_driver.py FOLDER KILLS SEED`.
+"""Trains a tiny head in children that are killed at random moments: `python kill_driver.py FOLDER KILLS SEED [STEPS]`.
 
 A child is forked before JAX starts its backend, so that it costs a second and not the imports. Prints the steps that
 the killed children had reached, and a digest of the parameters with which the run ended.
@@ -27,7 +27,7 @@ from atlas_jax.train.unroll import Rows, Unroll, head_loss
 STEPS = 10
 
 
-def run(folder: Path, pause: float) -> str:
+def run(folder: Path, pause: float, steps: int) -> str:
     """The whole run, or what is left of it; a digest of the trained head."""
     rng = np.random.default_rng(0)
     head = random_params(TINY)["mtp"]
@@ -53,30 +53,30 @@ def run(folder: Path, pause: float) -> str:
     )
     jax.config.update("jax_compilation_cache_dir", str(folder.parent / "compiled"))  # restarts compile nothing
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    settings, schedule = Run(folder, save_every=2, log_every=2), Schedule(STEPS, warmup=3, muon=False)
+    settings, schedule = Run(folder, save_every=2, log_every=2), Schedule(steps, warmup=3, muon=False)
     trained = train(loss, head, base, batches, schedule, settings, report=lambda row: None)
     leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(trained)]
     return hashlib.sha256(b"".join(leaves)).hexdigest()
 
 
-def child(folder: Path, pause: float) -> int:
+def child(folder: Path, pause: float, steps: int) -> int:
     """Fork a run; its pid."""
     pid = os.fork()
     if pid == 0:
-        digest = run(folder, pause)
+        digest = run(folder, pause, steps)
         (folder / "digest.json").write_text(json.dumps(digest))
         os._exit(0)
     return pid
 
 
-def main(folder: Path, kills: int, seed: int) -> None:
-    """Kill so many, then let the rest run."""
+def main(folder: Path, kills: int, seed: int, steps: int = STEPS) -> None:
+    """Kill so many (fewer, if the run ends before), then let the rest run."""
     rng, reached = random.Random(seed), []
     metrics = folder / "metrics.jsonl"
     told = lambda: metrics.read_bytes() if metrics.exists() else b""
     ended = lambda pid: os.waitpid(pid, os.WNOHANG) != (0, 0)
     while len(reached) < kills:
-        before, pid, end = told(), child(folder, 0.02), None
+        before, pid, end = told(), child(folder, 0.02, steps), None
         early = rng.random() < 0.1  # most are killed only after a sign of life: dying before proves little
         while not (done := ended(pid)) and (end is None or time.monotonic() < end):
             if end is None and (early or told() != before):
@@ -86,12 +86,12 @@ def main(folder: Path, kills: int, seed: int) -> None:
             break  # the run ended before its kill
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        steps = [int(path.name) for path in (folder / "state").glob("*") if path.name.isdigit()]
-        reached.append(max(steps, default=0))
+        saved = [int(path.name) for path in (folder / "state").glob("*") if path.name.isdigit()]
+        reached.append(max(saved, default=0))
     if not (folder / "digest.json").exists():
-        assert os.waitpid(child(folder, 0.0), 0)[1] == 0
+        assert os.waitpid(child(folder, 0.0, steps), 0)[1] == 0
     print(json.dumps({"reached": reached, "digest": json.loads((folder / "digest.json").read_text())}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

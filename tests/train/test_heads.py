@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from tiny_models import TINY
 from train.models import random_params
+from weights.release import CFG as RELEASE
+from weights.release import write_release
 
 from atlas_jax.decode.requests import Request
 from atlas_jax.decode.telemetry import Acceptance
@@ -19,6 +21,8 @@ from atlas_jax.train.losses import cross_entropy, negative_log_acceptance
 from atlas_jax.train.replay import replay, walk
 from atlas_jax.train.texts import Text
 from atlas_jax.train.unroll import Rows, Unroll, head_loss
+from atlas_jax.weights.checkpoint import load_model
+from atlas_jax.weights.layout import Naming
 
 CFG = dataclasses.replace(TINY, vocab_size=8)  # so few tokens that random drafts are right now and then
 
@@ -89,6 +93,36 @@ def test_training_a_head_touches_the_head_alone(params, cache, tmp_path):
     assert size(schedule.optimizer().init(start)) < 2.1 * size(start)
 
 
+def test_masters_are_float32_where_the_computation_is_bfloat16(params, cache, tmp_path):
+    """Every leaf moves, by less than bfloat16 could hold; a checkpoint keeps that, and a resume is bit-identical."""
+    base = {name: leaf for name, leaf in params.items() if name != "mtp"}
+
+    def loss(head, base, tokens, weights, segments, hidden, anchors):
+        narrow = heads.cast({**base, "mtp": head}, jnp.bfloat16)
+        rows = Rows(tokens, weights, segments, hidden.astype(jnp.bfloat16), anchors)
+        return head_loss(narrow, CFG, rows, how=Unroll(1), measure=cross_entropy)
+
+    batches, schedule = hiddens.batches([cache], 2, 16, 0), Schedule(20, peak=1e-4, warmup=2, muon=False)
+    start = jax.tree.map(jnp.asarray, params["mtp"])
+
+    def run(directory, batches=batches):
+        return train(loss, start, base, batches, schedule, Run(directory, 10, 5), report=lambda row: None)
+
+    def cut(i):
+        if i == 13:
+            raise RuntimeError("power cut")
+        return batches(i)
+
+    straight = run(tmp_path / "straight")
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(tmp_path / "cut", cut)
+    jax.tree.map(np.testing.assert_array_equal, run(tmp_path / "cut"), straight)
+    for after, before in zip(jax.tree.leaves(straight), jax.tree.leaves(start), strict=True):
+        assert after.dtype == np.float32 and (np.asarray(after) != before).mean() > 0.5
+    one = 1 + np.asarray(straight["norm"])  # what bfloat16 weights of this norm, which begin about 1, would have missed
+    assert (one.astype(jnp.bfloat16) == (1 + start["norm"]).astype(jnp.bfloat16)).mean() > 0.5
+
+
 def test_gradients_add_up_over_micro_batches(params, cache):
     """Four rows at once and one by one, ragged weights, one of them without any: the same gradient to 1e-6."""
     take = hiddens.batches([cache], 4, 12, 0)(0)
@@ -134,6 +168,24 @@ def test_a_head_of_another_base_is_refused(params, tmp_path):
         heads.load_head(tmp_path, params, CFG)
     with pytest.raises(ValueError, match="of another model"):  # a map with tokens that this model lacks
         heads.save_head(tmp_path / "map", {**params, "mtp": {**params["mtp"], "draft_ids": np.array([1, 400])}}, CFG)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_head_is_installed_into_its_base_and_no_other(shards, tmp_path):
+    """Whole or in shards, told by the base's digest: the head's tensors change, the trunk's digest does not."""
+    base = tmp_path / "base"
+    write_release(base, RELEASE, Naming(), shards=shards)
+    cfg, params = load_model(base)
+    trained = {**params, "mtp": heads.fresh_head(cfg, 3)}
+    heads.save_head(tmp_path / "head", trained, cfg)
+    heads.install_head(base, tmp_path / "head")
+    _, after = load_model(base)
+    assert hiddens.base_mark(after) == hiddens.base_mark(params)
+    jax.tree.map(np.testing.assert_array_equal, after["mtp"], heads.load_head(tmp_path / "head", params, cfg)["mtp"])
+    assert (after["mtp"]["fc"] != params["mtp"]["fc"]).any()
+    heads.save_head(tmp_path / "other", {**trained, "embed": params["embed"] + 1}, cfg)
+    with pytest.raises(heads.HeadError, match="trained on the base"):
+        heads.install_head(base, tmp_path / "other")
 
 
 def test_a_cache_goes_on_where_it_stopped_and_knows_its_base(params, texts, cache, tmp_path):

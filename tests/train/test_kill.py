@@ -10,7 +10,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def test_killed_and_resumed_is_bit_identical(tmp_path):
-    """Two kills here; `python tests/train/kill_driver.py FOLDER 20 1` is the long form."""
+    """Two kills here; `python tests/train/kill_driver.py FOLDER 20 1 80`, and 0 kills beside it, is the long form."""
 
     def drive(name, kills):
         folder = tmp_path / name

@@ -81,6 +81,13 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["10", "20"]
 
 
+def test_a_loss_of_exactly_zero_stops_the_run(tmp_path):
+    """It compares a thing with itself, or its mask is empty and its weight is not."""
+    zero = lambda trained, frozen, x: (0 * loss(trained, frozen, x)[0], jnp.where(x[0, 0] < 9, 1.0, 0.0))
+    with pytest.raises(ValueError, match="exactly 0 at step 1;"):
+        train(zero, START, FROZEN, batches, Schedule(30), Run(tmp_path, save_every=10, log_every=4))
+
+
 def test_nothing_supervised_stops_the_run(tmp_path):
     nothing = lambda trained, frozen, x: (0 * loss(trained, frozen, x)[0], jnp.float32(0))
     with pytest.raises(ValueError, match="steps 1 to 4"):

@@ -4,22 +4,25 @@ import dataclasses
 import json
 import os
 import shutil
+import tracemalloc
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tiny_models import TINY
 from weights.release import CFG, MOE, NEXT, write_release
 
 from atlas_jax.config import ConfigError, ModelConfig
 from atlas_jax.model.modules import Model
-from atlas_jax.weights import checkpoint
+from atlas_jax.weights import checkpoint, shards
 from atlas_jax.weights.checkpoint import (
     export_model,
     import_model,
+    install,
     load_head,
     load_model,
     save_head,
@@ -28,7 +31,7 @@ from atlas_jax.weights.checkpoint import (
 )
 from atlas_jax.weights.hf import CheckpointTensors
 from atlas_jax.weights.layout import Naming, leaves
-from atlas_jax.weights.shards import INDEX, Shards, WeightError
+from atlas_jax.weights.shards import INDEX, Shards, WeightError, write_shard
 
 
 @pytest.fixture
@@ -176,6 +179,108 @@ def test_a_base_without_a_head_gets_one_and_says_so(tmp_path):
     assert not (tmp_path / "never").exists()
 
 
+def files(directory):
+    """`{name: (inode, content)}`: a file that was not written anew has its inode."""
+    return {path.name: (path.stat().st_ino, path.read_bytes()) for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 9])
+@pytest.mark.parametrize("shards", [1, 3, 20])
+@pytest.mark.parametrize("mtp_layers", [0, 1])
+def test_a_head_is_installed_in_place(mtp_layers, shards, draft_vocab, tmp_path):
+    """As `stitch` has it, but shards without a tensor of the head are not even touched; nor are strange files."""
+    base, naming = tmp_path / "base", Naming("model.language_model.")
+    write_release(base, dataclasses.replace(CFG, mtp_layers=mtp_layers), naming, shards=shards, wrapper=True)
+    if shards == 1:
+        (base / INDEX).unlink()
+        (base / "model-00001-of-00001.safetensors").rename(base / "model.safetensors")
+    (base / "card.json").write_text("{}")
+    head = jax.device_get(Model(CFG, rngs=nnx.Rngs(1)).params())["mtp"]
+    if draft_vocab:
+        head["draft_ids"] = np.arange(3, 3 + draft_vocab, dtype=np.int32)
+    save_head(tmp_path / "head", head, CFG)
+    stitch(base, tmp_path / "head", tmp_path / "expected")
+    before, held = files(base), {entry.shard for n, entry in Shards(base).entries.items() if n.startswith("mtp.")}
+    replaced = install(base, tmp_path / "head")
+    after = files(base)
+    assert stored(base) == stored(tmp_path / "expected") and "mtp.norm.weight" in replaced
+    assert json.loads(after["config.json"][1]) == json.loads((tmp_path / "expected" / "config.json").read_text())
+    assert set(after) == set(before) and after["card.json"] == before["card.json"]
+    touched = {name for name in before if after[name] != before[name] and name.endswith(".safetensors")}
+    if mtp_layers and not draft_vocab:
+        assert touched == held
+    assert touched and (shards == 1 or len(touched) < len(before)) and held <= touched
+    jax.tree.map(np.testing.assert_array_equal, load_model(base)[1]["mtp"], load_head(tmp_path / "head")[1])
+
+
+def test_a_shard_that_only_a_former_draft_vocabulary_needed_goes(tmp_path):
+    write_release(tmp_path / "base", CFG, Naming())
+    head = load_head(tmp_path / "base")[1]
+    ids, extra = {"mtp.draft_ids": np.arange(9, dtype=np.int32)}, tmp_path / "base" / "model-ids.safetensors"
+    save_file(ids, extra)
+    index = json.loads((tmp_path / "base" / INDEX).read_text())
+    index["weight_map"]["mtp.draft_ids"] = extra.name
+    (tmp_path / "base" / INDEX).write_text(json.dumps(index))
+    assert len(load_model(tmp_path / "base")[1]["mtp"]["draft_ids"]) == 9
+    save_head(tmp_path / "head", head, CFG)
+    install(tmp_path / "base", tmp_path / "head")
+    assert not extra.exists() and "draft_ids" not in load_model(tmp_path / "base")[1]["mtp"]
+
+
+def test_what_is_written_is_what_the_library_reads(tmp_path):
+    """Every dtype, shapes without elements or axes, strided arrays; each tensor aligned to its own width."""
+    rng = np.random.default_rng(0)
+    shapes = {"plain": (3, 5), "scalar": (), "empty": (0, 4), "odd": (7,)}
+    tensors = {
+        f"{name}.{kind}": rng.integers(0, 2, shape).astype(dtype)
+        for kind, dtype in shards._DTYPES.items()
+        for name, shape in shapes.items()
+    }
+    tensors["strided"] = rng.standard_normal((6, 4)).astype(ml_dtypes.bfloat16).T[::2]
+    write_shard(tmp_path / "model.safetensors", tensors)
+    mine = Shards(tmp_path)
+    assert set(mine) == set(tensors)
+    for name, expected in tensors.items():
+        assert mine[name].shape == expected.shape and mine[name].dtype == expected.dtype
+        np.testing.assert_array_equal(mine[name], expected)
+        assert not expected.nbytes or mine.entries[name].offset % expected.itemsize == 0
+        assert mine.deferred(name).data().tobytes() == expected.tobytes()
+    with safe_open(tmp_path / "model.safetensors", framework="numpy") as theirs:
+        assert set(theirs.keys()) == set(tensors) and theirs.metadata() == {"format": "pt"}
+        for name in (name for name in tensors if ".F8" not in name):  # which it can't make arrays of
+            np.testing.assert_array_equal(theirs.get_tensor(name), tensors[name])
+    with pytest.raises(WeightError, match="complex64 can't be written"):
+        write_shard(tmp_path / "x.safetensors", {"x": np.zeros(1, np.complex64)})
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_writing_holds_one_tensor_at_a_time(tmp_path):
+    """32 tensors of 1 MiB in one file, cast, copied and stitched: never as much as three of them above the model."""
+    cfg = dataclasses.replace(CFG, vocab_size=2**20 // (2 * CFG.hidden_size), ffn_size=2**20 // (2 * CFG.hidden_size))
+    cfg = dataclasses.replace(cfg, layers=cfg.layers * 4)
+    write_release(tmp_path / "base", cfg, Naming(), shards=1)
+    imported = import_model(tmp_path / "base", None)
+    save_head(tmp_path / "head", imported.params["mtp"], cfg)
+    mebibytes = sum(entry.nbytes == 2**20 for entry in Shards(tmp_path / "base").entries.values())
+    assert mebibytes >= 24
+
+    def peak(write):
+        tracemalloc.start()
+        try:
+            write()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    export = lambda **options: export_model(
+        tmp_path / "base", tmp_path / f"out{len(options)}", imported.params, imported.cfg, **options
+    )
+    assert peak(lambda: export()) < 3 * 2**20
+    assert peak(lambda: export(dtype=np.float32)) < 2 * 3 * 2**20
+    of_head = sum(leaf.nbytes for leaf in jax.tree.leaves(imported.params["mtp"]))
+    assert peak(lambda: install(tmp_path / "base", tmp_path / "head")) < of_head + 3 * 2**20
+
+
 def test_a_trunk_alone_or_a_head_alone_is_told_apart(tmp_path):
     write_release(tmp_path / "base", CFG, Naming())
     imported = import_model(tmp_path / "base")
@@ -240,7 +345,7 @@ def test_nothing_is_left_of_an_export_that_fails(directory, tmp_path, monkeypatc
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(checkpoint, "_carry", fail)
+    monkeypatch.setattr(checkpoint, "_follow", fail)
     (tmp_path / "out").mkdir()
     with pytest.raises(type(error) if isinstance(error, Exception) else error):
         export_model(path, tmp_path / "out" / "target", imported.params, imported.cfg)
