@@ -5,7 +5,8 @@
 The map is the most frequent tokens of the base's own answers to training prompts, control and special tokens always in;
 the head is not trained anew. Acceptance is that of the real decode loop on held-out prompts, greedy, three drafts.
 Speed is that of one sequence beside plain decode, as `scripts/bench_decode.py` measures it, the sizes in turns request
-by"""
+by request. Writes `draft_vocab.json` and prints it as a table and a last line of JSON.
+"""
 
 import json
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import jax
 import numpy as np
 from race import over_repetitions, race, speeds
 
+from atlas_jax.compile_cache import keep_compiled
 from atlas_jax.depth.policies import Fixed
 from atlas_jax.lab.bench import build_engine, use_cpu_threads, with_plain
 from atlas_jax.lab.prompts import load_requests
@@ -42,14 +44,13 @@ class Config:
     depth: int = 3
     repetitions: int = 3
     context: int = 768  # most tokens of a sequence, prompt included
-    compiled: Path = ROOT / "runs" / "heads_study" / "compiled"
     out: Path = HERE / "draft_vocab.json"
 
 
 def main(config: Config) -> dict[str, Any]:
     """Prints the table and the line; returns what the line holds."""
     use_cpu_threads(1)
-    jax.config.update("jax_compilation_cache_dir", str(config.compiled.resolve()))
+    print(keep_compiled().describe(), flush=True)
     cfg, params = load_model(config.model)
     if config.head:
         params = heads.load_head(config.head, params, cfg)

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from race import engines_of, race, speeds
 
+from atlas_jax.compile_cache import keep_compiled
 from atlas_jax.lab.bench import use_cpu_threads
 from atlas_jax.lab.prompts import load_requests
 from atlas_jax.train import heads, hiddens
@@ -93,7 +94,7 @@ def main(config: Config) -> dict[str, Any]:
     if unknown := set(config.arms) - set(ARMS):
         raise SystemExit(f"no such arms: {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")
     use_cpu_threads(config.cpu_threads)
-    jax.config.update("jax_compilation_cache_dir", str(config.run.resolve() / "compiled"))
+    print(keep_compiled().describe(), flush=True)
     cfg, params = load_model(ROOT / "checkpoints" / "small")
     tokenizer = load_tokenizer(ROOT / "checkpoints" / "tokenizer.json")
     requests, offline = load_requests(("prose", "tools"), tokenizer, config.prompts)
