@@ -1,5 +1,7 @@
 """A tiny random model in float64 and an engine on it: exactness is tested where rounding cannot hide a mistake."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from atlas_jax.config import ModelConfig
 from atlas_jax.decode.buckets import BucketConfig
 from atlas_jax.decode.config import EngineConfig
 from atlas_jax.decode.engine import Engine
+from atlas_jax.depth.policies import Fixed, Off
 from atlas_jax.model.modules import Model
 
 TINY = ModelConfig(
@@ -50,3 +53,10 @@ def engine(tiny):
     with jax.enable_x64(True):
         cfg, params = tiny
         yield Engine(params, cfg, config)
+
+
+@pytest.fixture(scope="module")
+def quick(engine):
+    """The module's engine with steps of one or of five rows alone, compiled for a short life."""
+    engine.config = dataclasses.replace(engine.config, buckets=BucketConfig(n=(4,), k=(1, 5)))
+    engine.warmup([Off(), Fixed(0), Fixed(4)], compiler_options={"xla_backend_optimization_level": 0})

@@ -19,11 +19,7 @@ from atlas_jax.lab.trace import write_records
 DEPTH = 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick(engine):
-    """The module's engine with steps of one or of five rows alone, compiled for a short life."""
-    engine.config = dataclasses.replace(engine.config, buckets=BucketConfig(n=(4,), k=(1, 5)))
-    engine.warmup([Off(), Fixed(0), Fixed(4)], compiler_options={"xla_backend_optimization_level": 0})
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def text_of(tokens):

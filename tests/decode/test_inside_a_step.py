@@ -7,17 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from atlas_jax.decode.buckets import BucketConfig
 from atlas_jax.decode.requests import Request
 from atlas_jax.decode.sampling import Sampling
 from atlas_jax.depth.policies import Fixed, Off
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick(engine):
-    """The module's engine with steps of one or of five rows alone, compiled for a short life."""
-    engine.config = dataclasses.replace(engine.config, buckets=BucketConfig(n=(4,), k=(1, 5)))
-    engine.warmup([Off(), Fixed(0), Fixed(4)], compiler_options={"xla_backend_optimization_level": 0})
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def text_of(tokens):

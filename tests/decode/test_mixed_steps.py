@@ -20,11 +20,7 @@ DEPTH = 4
 QUICK = {"xla_backend_optimization_level": 0}  # compile options: the programs run for milliseconds
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick(engine):
-    """The module's engine with steps of one or of five rows alone, compiled for a short life."""
-    engine.config = dataclasses.replace(engine.config, buckets=BucketConfig(n=(4,), k=(1, 5)))
-    engine.warmup([Off(), Fixed(0), Fixed(4)], compiler_options=QUICK)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture(scope="module")

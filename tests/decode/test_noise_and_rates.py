@@ -1,6 +1,5 @@
 """Temperatures from nothing to one, streams of noise that share no draw, rates that follow from any counts."""
 
-import dataclasses
 
 import hypothesis
 import jax
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from atlas_jax.decode.buckets import BucketConfig
 from atlas_jax.decode.requests import Request
 from atlas_jax.decode.sampling import ACCEPT, DRAFT, RESIDUAL, Controls, Places, Sampling, Tables, noise_keys, pick
 from atlas_jax.decode.sampling import probabilities as eager_probabilities
@@ -19,11 +17,7 @@ from atlas_jax.depth.policies import Fixed, Off
 TEMPERATURES = (0.0, 1e-12, 1e-8, 1e-6, 1e-4, 1.0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick(engine):
-    """The module's engine with steps of one or of five rows alone, compiled for a short life."""
-    engine.config = dataclasses.replace(engine.config, buckets=BucketConfig(n=(4,), k=(1, 5)))
-    engine.warmup([Off(), Fixed(0), Fixed(4)], compiler_options={"xla_backend_optimization_level": 0})
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_no_temperature_overflows():

@@ -2,7 +2,6 @@
 dtype. The drafts are really verified, which is asserted: a mask of allowed tokens would keep wrong ones from the step.
 """
 
-import dataclasses
 import itertools
 
 import jax
@@ -23,11 +22,7 @@ QUICK = {"xla_backend_optimization_level": 0}  # compile options: most programs 
 COUNT = tuple((8 + i) % 61 for i in range(2600))  # what counts on from the prompt
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick(engine):
-    """The module's engine with steps of one or of five rows alone, compiled for a short life."""
-    engine.config = dataclasses.replace(engine.config, buckets=BucketConfig(n=(4,), k=(1, 5)))
-    engine.warmup([Off(), Fixed(0), Fixed(4)], compiler_options=QUICK)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def counting(params):
