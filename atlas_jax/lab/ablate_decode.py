@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from atlas_jax.config import ModelConfig
+from atlas_jax.decode.buckets import BucketConfig
 from atlas_jax.decode.config import EngineConfig
 from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Request
@@ -42,15 +43,17 @@ def record(
 ) -> None:
     """Write a trace of all requests at a fixed depth; the regimes are its labels."""
     records: list[dict[str, Any]] = []
-    engine = Engine(
-        params,
-        cfg,
-        EngineConfig(
-            slots=concurrency, context=context_of(requests), max_drafts=depth, draft_log_probs=True, dtype=np.float32
-        ),
-        Fixed(depth),
-        trace=records.append,
+    sizes = EngineConfig(
+        slots=concurrency,
+        context=context_of(requests),
+        max_drafts=depth,
+        # Nothing is timed here: one step and one prefill to compile.
+        buckets=BucketConfig(n=(concurrency,), k=(depth + 1,), ragged=False),
+        prefill=(128,),
+        draft_log_probs=True,
+        dtype=np.float32,
     )
+    engine = Engine(params, cfg, sizes, Fixed(depth), trace=records.append)
     engine.generate([dataclasses.replace(r, label=regime) for regime, own in requests.items() for r in own])
     write_records(path, model_id(cfg), records, policy=engine.policy.name, concurrency=concurrency)
 

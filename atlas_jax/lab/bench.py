@@ -30,6 +30,7 @@ from atlas_jax.model.views import Full
 TIE_BOUND = 1e-4  # a divergence at a smaller gap between plain's two best logits is rounding (float32)
 MAX_EXCUSED_RATE = 1e-4  # of compared tokens; more than that is no rounding any more
 ROUNDS = 8  # most steps in one call: a call costs as much as a step of a small model, and plain is to be at its best
+PREFILL = (32, 64, 128, 256)  # a CPU gains nothing beyond, and pays for what it pads
 SCORING_WIDTH = 128  # rows of the forward that settles a divergence are padded to a multiple
 
 Tokens = Sequence[int]
@@ -200,7 +201,9 @@ def build_engine(
     buckets = BucketConfig(
         n=tuple(2**i for i in range((concurrency - 1).bit_length() + 1)), k=tuple(range(1, drafts + 2))
     )
-    sizes = EngineConfig(slots=concurrency, context=context, max_drafts=drafts, buckets=buckets, rounds=ROUNDS)
+    sizes = EngineConfig(
+        slots=concurrency, context=context, max_drafts=drafts, buckets=buckets, prefill=PREFILL, rounds=ROUNDS
+    )
     engine = Engine(params, cfg, sizes)
     for policy in reversed(policies):
         engine.policy = policy

@@ -8,6 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from atlas_jax.kernels.numerics import EXACT
 
+FEW_ROWS = 8  # no step has more for a sequence; a prefill chunk does
+
 
 def cache_attention(
     pool: Float[Array, "S 2 Hkv L Dh"],
@@ -26,9 +28,10 @@ def cache_attention(
     """
     n, rows, q_heads, dim = q.shape
     _, _, kv_heads, capacity, _ = pool.shape
-    # A sweep costs some kernels whatever its size, so blocks are long; many sequences take shorter ones, since a block
-    # of each of them is held at once.
-    block = min(block or min(512, max(128, 8192 // n)), capacity)
+    # A turn costs some kernels whatever its size, so blocks are long: not for many sequences, since a block of each of
+    # them is held at once, nor for many rows, where what a block has beyond the last of them costs more than turns do.
+    longest = 512 if rows <= FEW_ROWS else 128
+    block = min(block or min(longest, max(128, 8192 // n)), capacity)
     group = q_heads // kv_heads
     wide = jnp.promote_types(q.dtype, jnp.float32)
     # [N, Hkv, K * group, Dh]: all rows of a sequence share one product per key-value head.
