@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.kernels.backends import Kernels
@@ -316,3 +316,9 @@ def zeros(tree: Tree, mesh: jax.sharding.Mesh) -> Tree:
 def local_slots(slots: Int[Array, "..."], count: int, shards: int) -> Int[Array, "..."]:
     """Inside a `shard_map` over `data`: the slots as this shard numbers its own `count`; `count` for all others."""
     return jnp.where(slots % shards == jax.lax.axis_index("data"), slots // shards, count)
+
+
+def everywhere(holds: Bool[Array, ""]) -> Bool[Array, ""]:
+    """Whether it holds on every shard of the data, inside a `shard_map` over `data`; elsewhere as it is."""
+    spread = "data" in jax.sharding.get_abstract_mesh().manual_axes
+    return jax.lax.pmin(holds.astype(jnp.int32), "data") > 0 if spread else holds

@@ -67,7 +67,7 @@ DENSE = ModelConfig(
 )
 EXPERTS = MoEConfig(num_experts=8, experts_per_token=2, expert_size=16, shared_size=16)
 MOE = dataclasses.replace(DENSE, ffn_size=0, moe=EXPERTS)
-SLOTS, DRAFTS, ROWS = 8, 2, 8  # of the engine; rows of a training batch
+SLOTS, DRAFTS, ROUNDS, ROWS = 8, 2, 3, 8  # of the engine; rows of a training batch
 LOSS_BOUND = 1e-4  # absolute; sums of a few hundred float32 terms in another order, a few updates apart
 
 
@@ -134,7 +134,7 @@ def random_params(cfg: ModelConfig, seed: int = 0) -> Any:
 def decode(params: Any, cfg: ModelConfig, mesh: Mesh) -> tuple[list[tuple[int, ...]], Engine]:
     """Answers of an engine on the mesh, and the engine, all of whose slots were busy at some time."""
     buckets = BucketConfig(n=(at_once(mesh),), k=(DRAFTS + 1,))
-    sizes = EngineConfig(SLOTS, 32, DRAFTS, buckets, prefill=(8,), keep=SLOTS, mesh=mesh)
+    sizes = EngineConfig(SLOTS, 32, DRAFTS, buckets, prefill=(8,), keep=SLOTS, rounds=ROUNDS, mesh=mesh)
     engine = Engine(params, cfg, sizes, Fixed(DRAFTS))
     engine.warmup()
     return [completion.tokens for completion in engine.generate(requests(cfg))], engine

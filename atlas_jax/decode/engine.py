@@ -87,8 +87,7 @@ class Engine:
         self.policy = policy
         self._state = self._new_state()
         self._slots = Slots(config.slots + config.keep, config.keep)
-        rounds = config.rounds if config.mesh.data == 1 else 1  # shards of the data would stop at rounds of their own
-        shape = StepConfig(config.acceptance, config.top_log_probs, rounds, config.end_ids, config.rollback)
+        shape = StepConfig(config.acceptance, config.top_log_probs, config.rounds, config.end_ids, config.rollback)
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._state)
         self.programs = Programs(
             cfg,

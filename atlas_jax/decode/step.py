@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from atlas_jax import sharding
 from atlas_jax.config import ModelConfig
 from atlas_jax.decode import accept
 from atlas_jax.decode.plan import Bucket, Plan, Result, StepConfig
@@ -50,8 +51,8 @@ def step(
 ) -> tuple[DecodeState, Result]:
     """Run up to `config.rounds` steps of `bucket` on a packed plan; the state comes back updated (donate it).
 
-    The plan says how many of them; a round in which a sequence ends is the last. Between rounds every sequence queues
-    all of its drafts. Jit with all but the first three static.
+    The plan says how many of them; a round in which a sequence ends is the last, on every shard of the data. Between
+    rounds every sequence queues all of its drafts. Jit with all but the first three static.
     """
     plan = Plan.of(packed, bucket.k)
     run = functools.partial(_round, params, cfg=cfg, bucket=bucket, config=config, kernels=kernels)
@@ -63,16 +64,18 @@ def step(
     answers = jax.tree.map(lambda x: jnp.zeros((config.rounds, *x.shape), x.dtype), shapes)
 
     def goes_on(carry: Any) -> Array:
-        done, _, now, _ = carry
-        return (done < plan.rounds[0]) & ((now.num_rows > 0) == (plan.num_rows > 0)).all()
+        done, going, *_ = carry
+        return going & (done < plan.rounds[0])
 
     def body(carry: Any) -> Any:
-        done, state, now, answers = carry
+        done, _, state, now, answers = carry
         state, now, answer = run(state, now)
         put = lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, done, 0)
-        return done + 1, state, now, jax.tree.map(put, answers, answer)
+        going = sharding.everywhere(((now.num_rows > 0) == (plan.num_rows > 0)).all())
+        return done + 1, going, state, now, jax.tree.map(put, answers, answer)
 
-    _, state, _, answers = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, plan, answers))
+    start = (jnp.int32(0), jnp.bool(True), state, plan, answers)
+    _, _, state, _, answers = jax.lax.while_loop(goes_on, body, start)
     return state, answers
 
 

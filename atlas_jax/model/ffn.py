@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from atlas_jax.config import ModelConfig, MoEConfig
@@ -31,18 +33,52 @@ def route(
 
 
 def moe(params: dict[str, Any], moe_cfg: MoEConfig, x: Float[Array, "R D"]) -> Float[Array, "R D"]:
-    """`sum_k w_k expert_k(x) + sigmoid(x . g) * shared(x)`, experts as grouped products over rows sorted by expert."""
+    """`sum_k w_k expert_k(x) + sigmoid(x . g) * shared(x)`.
+
+    Where the weights lie on a mesh that cuts experts or their grouped columns, each shard adds what it holds and one
+    sum of `[R, D]` follows: no partitioner cuts a grouped product between its groups, it would gather the weights.
+    """
+    mesh = jax.typeof(params["down"]).sharding.mesh
+    can = ("expert", "tensor") if params["gate_up"].ndim == 4 else ("expert",)
+    axes = tuple(axis for axis in can if mesh.shape.get(axis, 1) > 1)
+    if not axes:
+        return _of_one_shard(params, moe_cfg, x, 0)
+    lie = {
+        "gate_up": ("expert", None, "tensor"),
+        "down": ("expert", "tensor"),
+        "shared_gate_up": (None, "tensor"),
+        "shared_down": ("tensor",),
+    }
+    specs = {name: P(*(axis if axis in axes else None for axis in lie.get(name, ()))) for name in params}
+
+    def shard(params: dict[str, Any], x: Array) -> Array:
+        index = jax.lax.axis_index("expert") if "expert" in axes else 0
+        return jax.lax.psum(_of_one_shard(params, moe_cfg, x, index), axes)
+
+    over = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(axes), check_vma=False)
+    return over(shard, in_specs=(specs, P()), out_specs=P())(params, x)
+
+
+def _of_one_shard(
+    params: dict[str, Any], moe_cfg: MoEConfig, x: Float[Array, "R D"], index: int | Int[Array, ""]
+) -> Float[Array, "R D"]:
+    """What the `index`-th shard of the experts adds, as grouped products over rows sorted by expert."""
     weights, ids = route(params["router"], moe_cfg, x)
-    flat_ids = ids.reshape(-1)
+    count = params["down"].shape[0]
+    own = ids - index * count
+    flat_ids = jnp.where((own >= 0) & (own < count), own, count).reshape(-1)
     order = jnp.argsort(flat_ids, stable=True)
-    source = order // moe_cfg.experts_per_token
-    sizes = jnp.bincount(flat_ids, length=moe_cfg.num_experts).astype(jnp.int32)
+    # Rows of other shards' experts come last and are out of range, so read as zeros and written nowhere.
+    order = jnp.where(flat_ids[order] < count, order, flat_ids.size)
+    sizes = jnp.bincount(flat_ids, length=count).astype(jnp.int32)
     gate_up = params["gate_up"]  # [E, D, 2 I], or in groups of columns
-    both = jax.lax.ragged_dot(x[source], gate_up.reshape(*gate_up.shape[:2], -1), sizes)
-    gate, up = apart(both, [moe_cfg.expert_size] * 2, groups(gate_up[0]))
+    rows = x.at[order // moe_cfg.experts_per_token].get(mode="fill", fill_value=0)
+    both = jax.lax.ragged_dot(rows, gate_up.reshape(*gate_up.shape[:2], -1), sizes)
+    gate, up = apart(both, [params["down"].shape[1]] * 2, groups(gate_up[0]))
     rows = jax.lax.ragged_dot(jax.nn.silu(gate) * up, params["down"], sizes)
     # Back to (row, choice) order, so that each row adds its experts in the same order whatever the batch.
-    chosen = jnp.zeros_like(rows).at[order].set(rows).reshape(*ids.shape, -1)
+    chosen = jnp.zeros_like(rows).at[order].set(rows, mode="drop").reshape(*ids.shape, -1)
     routed = (chosen * weights[..., None]).sum(axis=1)
     shared = swiglu(x, params["shared_gate_up"], params["shared_down"])
-    return routed + jax.nn.sigmoid(x @ params["shared_gate"])[:, None] * shared
+    shared = jax.nn.sigmoid(x @ params["shared_gate"])[:, None] * shared
+    return routed + jnp.where(index == 0, shared, 0)

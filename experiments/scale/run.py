@@ -2,7 +2,7 @@
 
     make gate                               # once: fetches the compilers
     python experiments/scale/run.py         # several minutes; run it again and it goes on
-    python experiments/scale/run.py --models qwen3.5-27b --json
+    python experiments/scale/run.py --models qwen3.5-27b --again --json
 
 The programs are the engine's own, lowered from shapes in bfloat16 with the shardings that an engine would give them.
 Each case compiles in a process of its own. Writes `results.json` and `table.md` here.
@@ -32,6 +32,8 @@ CASES = [
     ("qwen3.5-27b", "tensor=4,data=2"),
     ("qwen3.5-35b-a3b", "expert=4,tensor=2"),
     ("qwen3.5-35b-a3b", "expert=8"),
+    ("qwen3.5-35b-a3b", "expert=4,data=2"),
+    ("qwen3.5-35b-a3b", "tensor=2,data=4"),
     ("qwen3.5-27b", "tensor=4,fsdp=2"),
     ("qwen3.5-0.8b", "data=8"),
 ]
@@ -49,15 +51,19 @@ class Config:
 def main(config: Config) -> dict[str, Any]:
     """Compiles what is missing; prints a table and a last line of JSON."""
     path = HERE / "results.json"
-    found = {} if config.again or not path.exists() else json.loads(path.read_text())
+    kept = json.loads(path.read_text()) if path.exists() else {}
     out = sys.stderr if config.json else sys.stdout
-    for model, mesh in CASES:
-        name = f"{model} {mesh}"
-        if name in found or (config.models and model not in config.models):
-            continue
-        print(f"compiling {name} ...", file=sys.stderr, flush=True)
-        found[name] = in_process(model, mesh)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+    names = {f"{model} {mesh}": (model, mesh) for model, mesh in CASES}
+    asked = [name for name, (model, _) in names.items() if not config.models or model in config.models]
+    if config.again:
+        kept = {name: row for name, row in kept.items() if name not in asked}
+    for name in asked:
+        if name not in kept:
+            print(f"compiling {name} ...", file=sys.stderr, flush=True)
+            kept[name] = in_process(*names[name])
+            path.write_text(json.dumps(kept, indent=1) + "\n")
+    found = {name: kept[name] for name in names if name in kept}
+    path.write_text(json.dumps(found, indent=1) + "\n")
     lines = table(found)
     (HERE / "table.md").write_text(lines)
     print(lines, file=out)
