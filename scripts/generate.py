@@ -4,9 +4,11 @@
     python scripts/generate.py --chat --tools tools.jsonl --prompt "Which ferries go on Friday?"
     echo "SCENE II. A wood" | python scripts/generate.py --file -
     python scripts/generate.py --model path/to/model --chat --prompt "Hello" --policy fixed2
+    python scripts/generate.py --model path/to/model --prompt "Hello" --mesh tensor=2    # on two GPUs
 
 Any directory as Hugging Face has them; `--chat` goes by its own template where it has one. A special token spelled out
-in the text is text (but with `--specials`). Ctrl-C ends the answer early. The last line is JSON.
+in the text is text (but with `--specials`). Ctrl-C ends the answer early. The last line is JSON. Of several processes,
+started with the same flags but for `--process-id`, the first alone prints.
 """
 
 import json
@@ -15,17 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atlas_jax.compile_cache import keep_compiled
+from atlas_jax import devices
 from atlas_jax.config import ConfigError
 from atlas_jax.decode.config import EngineConfig
 from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Request, RequestError
 from atlas_jax.decode.sampling import Sampling
 from atlas_jax.depth.policies import PolicyError, parse_policy
+from atlas_jax.devices import Devices, ProcessError
 from atlas_jax.lab.advice import advise
 from atlas_jax.lab.cost import CostError
 from atlas_jax.lab.prompts import TextStream, chat
 from atlas_jax.lab.trace import TraceError
+from atlas_jax.sharding import MeshError
 from atlas_jax.weights.checkpoint import load_model
 from atlas_jax.weights.shards import WeightError
 from atlas_jax.weights.tokenizer import ChatTokenizer
@@ -50,16 +54,20 @@ class Config:
     tools: Path | None = None  # one JSON schema a line; implies `chat`
     specials: bool = False  # parse special tokens that the text spells out
     show_drafts: bool = False  # colour accepted drafts, strike rejected ones through in place
+    devices: Devices = Devices()
 
 
 def main(config: Config) -> dict[str, Any]:
     """Streams the answer to stdout, then a summary and a last line of JSON; returns what that line holds."""
     from rich.console import Console
 
-    console = Console(force_terminal=config.show_drafts or None)
+    mesh = config.devices.join()
+    console = Console(force_terminal=config.show_drafts or None, quiet=not devices.first())
+    devices.begin(mesh, lambda text: print(text, file=sys.stderr))
     text = _text(config)
     codec = ChatTokenizer.load(config.model)
     tokenizer, prompt = codec.tokenizer, _tokens(config, text, codec)
+    devices.agree("prompt", prompt)
     cfg, params = load_model(config.model, allow_missing="head")
     request = Request(prompt, config.max_new_tokens, Sampling(config.temperature, seed=config.seed))
     end = len(request.prompt) + config.max_new_tokens
@@ -67,8 +75,7 @@ def main(config: Config) -> dict[str, Any]:
     policy = parse_policy(config.policy, advice=advice)
     context = -(-(end + 1) // 128) * 128
     widths = tuple(width for width in EngineConfig.prefill if width < len(request.prompt)) or EngineConfig.prefill[:1]
-    sizes = EngineConfig(slots=1, context=context, max_drafts=policy.max_drafts, prefill=widths)
-    print(keep_compiled().describe(), file=sys.stderr)
+    sizes = EngineConfig(slots=1, context=context, max_drafts=policy.max_drafts, prefill=widths, mesh=mesh)
     engine = Engine(params, cfg, sizes, policy)
     engine.check(request)  # before the compilation
     compile_s = engine.warmup()
@@ -112,10 +119,12 @@ def main(config: Config) -> dict[str, Any]:
         "finished": finished,
         "compile_s": round(compile_s, 1),
         "kernels": engine.kernels.describe(),
+        "mesh": str(mesh),
     }
     rates = f"{result['tok_step'] or 0:.2f} tokens a step, {result['tok_s'] or 0:,.0f} tok/s"
     show(f"\n{policy.name}: {len(emitted)} tokens in {acceptance.steps} steps, {rates} ({finished})\n", "bold")
-    print(json.dumps(result), flush=True)
+    if devices.first():
+        print(json.dumps(result), flush=True)
     return result
 
 
@@ -124,6 +133,8 @@ def _text(config: Config) -> str:
         raise SystemExit("give exactly one of --prompt and --file")
     if config.prompt is not None:
         return config.prompt
+    if str(config.file) == "-" and config.devices.coordinator is not None:
+        raise SystemExit("--file - is the input of one process, and all of them need the text: name a file")
     return sys.stdin.read() if str(config.file) == "-" else config.file.read_text()
 
 
@@ -148,7 +159,6 @@ def _readable(tokenizer: Any, tokens: tuple[int, ...]) -> str:
 if __name__ == "__main__":
     import tyro
 
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except (ConfigError, CostError, PolicyError, RequestError, TraceError, WeightError) as error:
-        sys.exit(f"error: {error}")
+    wrong = (ConfigError, CostError, MeshError, PolicyError, ProcessError, RequestError, TraceError, WeightError)
+    with devices.ending(*wrong):
+        main(tyro.cli(tyro.conf.OmitArgPrefixes[Config], description=__doc__))

@@ -3,29 +3,35 @@
     python scripts/self_distill.py                                  # the base's own answers to training prompts
     python scripts/train_head.py --data runs/distilled.jsonl        # from the head that the model has
     python scripts/train_head.py --data chats.jsonl --chat-template tokenizer_config.json --init fresh --measure lk
+    python scripts/train_head.py --data runs/distilled.jsonl --batch 8 --mesh data=8            # on eight GPUs
 
 The trunk runs once over the texts; its hiddens are cached beside the run and streamed from then on. Every
 `--save-every` steps the head is checkpointed and judged by the real decode loop on held-out prompts; the best by
 acceptance, pooled and of each regime, are kept in `RUN/best/`. The finished one goes to `--out` under its original
 `mtp.*` names.
+
+Several processes (`--coordinator`, `--processes`, `--process-id`) train one head and share the run's folder: the first
+computes hiddens, judges, prints and writes, all of them write checkpoints. If one is lost, all end; start them again.
 """
 
 import json
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from atlas_jax.compile_cache import keep_compiled
-from atlas_jax.config import ConfigError
+from atlas_jax import devices
+from atlas_jax.config import ConfigError, ModelConfig
 from atlas_jax.decode.telemetry import Acceptance
+from atlas_jax.devices import Devices, ProcessError
 from atlas_jax.kernels.backends import choose
 from atlas_jax.lab.bench import use_cpu_threads
 from atlas_jax.lab.prompts import load_requests
+from atlas_jax.sharding import Mesh, MeshError
 from atlas_jax.train import heads, hiddens
 from atlas_jax.train.loop import Run, Schedule, train
 from atlas_jax.train.losses import MEASURES
@@ -77,6 +83,7 @@ class Config:
     cpu_threads: int | None = None  # of XLA; None: all
     install: Literal["no", "last", "best"] = "no"  # put it into the model's directory: the last, or the best pooled
     json: bool = False  # stdout gets nothing but the last line
+    devices: Devices = Devices()
 
 
 def main(config: Config) -> dict[str, Any]:
@@ -84,12 +91,14 @@ def main(config: Config) -> dict[str, Any]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=config.json)
-    say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)
+    mesh = config.devices.join()
     if config.cpu_threads is not None:
         use_cpu_threads(config.cpu_threads)
-    say(keep_compiled().describe())
+    console = Console(stderr=config.json, quiet=not devices.first())
+    say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)
+    devices.begin(mesh, say)
     cfg, params = load_model(config.model, allow_missing="head")
+    check_mesh(mesh, cfg, config.batch)
     if "mtp" not in params:
         cfg = replace(cfg, mtp_layers=1)
         params["mtp"] = heads.fresh_head(cfg, config.seed)  # what --init own then starts from
@@ -112,24 +121,28 @@ def main(config: Config) -> dict[str, Any]:
             always = sorted({*cfg.eos_ids, *(id for id in special if id is not None)})
             ids = frequent_ids(texts, config.draft_vocab, cfg.vocab_size, always)
     fixed = {} if ids is None else {"draft_ids": jnp.asarray(ids, jnp.int32)}
-    check_base(config.run, hiddens.base_mark(params))
+    mark = hiddens.base_mark(params)
+    check_base(config.run, mark)
+    places = ("run", "out", "data", "hiddens", "install", "json", "devices")
+    settings = {name: value for name, value in asdict(config).items() if name not in places}
+    devices.agree("texts, base and flags", (mark, settings, [text.tokens.tobytes() for text in texts]))
     config.run.mkdir(parents=True, exist_ok=True)
 
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
         caches = []
         for path, found in by_file.items():
             task = progress.add_task(f"hiddens of {path.name}", total=None)
-            caches.append(
-                hiddens.cache_hiddens(
-                    params,
-                    cfg,
-                    found,
-                    (config.hiddens or config.run / "hiddens") / path.stem,
-                    length=config.length,
-                    kernels=choose(),
-                    progress=lambda done, rows, task=task: progress.update(task, completed=done, total=rows),
-                )
+            cached = partial(
+                hiddens.cache_hiddens,
+                params,
+                cfg,
+                found,
+                (config.hiddens or config.run / "hiddens") / path.stem,
+                length=config.length,
+                kernels=choose(),
+                progress=lambda done, rows, task=task: progress.update(task, completed=done, total=rows),
             )
+            caches.append(devices.by_first(cached) or cached())  # the others find it finished
             progress.update(task, completed=len(caches[-1]), total=len(caches[-1]))
     supervised = sum(int((cache.anchors < config.length).sum()) for cache in caches)
     tokens = sum(len(text.tokens) for text in texts)
@@ -138,18 +151,14 @@ def main(config: Config) -> dict[str, Any]:
     if supervised < 0.01 * tokens:
         raise SystemExit(f"only {supervised} of {tokens} tokens are supervised: check the chat template's mask")
 
-    wanted = config.skip_held_out + config.held_out
-    found, offline = load_requests(("prose", "tools"), tokenizer, wanted)
-    skip = 0 if offline else config.skip_held_out
-    requests = {regime: asked[skip : skip + config.held_out] for regime, asked in found.items()}
-    if offline:
-        say(f"OFFLINE: {offline} Judged on our own prompts.")
-    answers = held_out_answers(config.run / "held_out", params, cfg, requests, config.slots)
+    requests, answers = devices.by_first(lambda: held_out(config, params, cfg, tokenizer, say)) or ({}, None)
 
     compute = jnp.dtype(config.compute)
     how = Unroll(config.depth, config.decay, feed=config.feed, revisit=config.revisit)
     measure = MEASURES[config.measure]
-    base = jax.device_put({name: leaf for name, leaf in params.items() if name != "mtp"})
+    base = {name: leaf for name, leaf in params.items() if name != "mtp"}
+    if devices.first():
+        base = jax.device_put(base)  # live figures need it on one device
 
     def loss(head: Any, base: Any, tokens: Any, weights: Any, segments: Any, hidden: Any, anchors: Any) -> Any:
         narrow = heads.cast({**base, "mtp": {**head, **fixed}}, compute)
@@ -185,9 +194,7 @@ def main(config: Config) -> dict[str, Any]:
                 if judged:
                     say(json.dumps({"step": row["step"], "loss": row["loss"]} | judged))
 
-        data = {"data": [str(path) for path in config.data], "rows": rows, "base": hiddens.base_mark(params)}
-        places = ("run", "out", "data", "hiddens", "install", "json")
-        settings = {name: value for name, value in asdict(config).items() if name not in places}
+        data = {"data": [str(path) for path in config.data], "rows": rows, "base": mark}
         trained = train(
             loss,
             start,
@@ -204,18 +211,32 @@ def main(config: Config) -> dict[str, Any]:
             evaluate,
             report,
             live,
+            mesh,
         )
-    out = config.out or config.run / "head"
-    final = {**params, "mtp": {**jax.device_get(trained), **fixed}}
-    facts = {"steps": config.steps, "measure": config.measure, "depth": config.depth, "feed": config.feed}
-    heads.save_head(out, final, cfg, facts | {"seed": config.seed, "data": [path.name for path in config.data]})
-    if config.install != "no":
-        heads.install_head(config.model, out if config.install == "last" else config.run / "best" / "pooled")
-    result = {"out": str(out), "steps": config.steps, "seconds": round(time.perf_counter() - began, 1)}
-    best = sorted((config.run / "best").iterdir())
-    result |= {path.name: json.loads((path / "head.json").read_text()) for path in best}
-    print(json.dumps(result), flush=True)
-    return result
+
+    def finish() -> dict[str, Any]:
+        """Writes the head; what the last line holds."""
+        out = config.out or config.run / "head"
+        final = {**params, "mtp": {**jax.device_get(trained), **fixed}}
+        facts = {"steps": config.steps, "measure": config.measure, "depth": config.depth, "feed": config.feed}
+        heads.save_head(out, final, cfg, facts | {"seed": config.seed, "data": [path.name for path in config.data]})
+        if config.install != "no":
+            heads.install_head(config.model, out if config.install == "last" else config.run / "best" / "pooled")
+        result = {"out": str(out), "steps": config.steps, "seconds": round(time.perf_counter() - began, 1)}
+        best = sorted((config.run / "best").iterdir())
+        return result | {path.name: json.loads((path / "head.json").read_text()) for path in best} | {"mesh": str(mesh)}
+
+    result = devices.by_first(finish)
+    if result is not None:
+        print(json.dumps(result), flush=True)
+    return result or {}
+
+
+def check_mesh(mesh: Mesh, cfg: ModelConfig, batch: int) -> None:
+    """Raises `MeshError`, before hours of hiddens, for a mesh that the model or the batch doesn't fit."""
+    mesh.check(cfg)
+    if batch % (shards := mesh.data * mesh.fsdp):
+        raise MeshError(f"{mesh} cuts a batch in {shards}, and --batch is {batch}: give a multiple of {shards}")
 
 
 def check_base(run: Path, base: str) -> None:
@@ -232,6 +253,17 @@ def initial(init: str, params: Any, cfg: Any, seed: int) -> Any:
         return heads.fresh_head(cfg, seed)
     found = params if init == "own" else heads.load_head(Path(init), params, cfg)
     return dict(found["mtp"])
+
+
+def held_out(config: Config, params: Any, cfg: Any, tokenizer: Any, say: Any) -> tuple[Any, hiddens.HiddenCache]:
+    """The prompts by regime that a checkpoint is judged on, and the base's answers to them."""
+    wanted = config.skip_held_out + config.held_out
+    found, offline = load_requests(("prose", "tools"), tokenizer, wanted)
+    skip = 0 if offline else config.skip_held_out
+    requests = {regime: asked[skip : skip + config.held_out] for regime, asked in found.items()}
+    if offline:
+        say(f"OFFLINE: {offline} Judged on our own prompts.")
+    return requests, held_out_answers(config.run / "held_out", params, cfg, requests, config.slots)
 
 
 def held_out_answers(directory: Path, params: Any, cfg: Any, requests: Any, slots: int) -> hiddens.HiddenCache:
@@ -266,7 +298,6 @@ def keep_best(directory: Path, params: Any, cfg: Any, log: Acceptance) -> None:
 if __name__ == "__main__":
     import tyro
 
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except (ConfigError, FloatingPointError, heads.HeadError, hiddens.CacheError, WeightError) as error:
-        sys.exit(f"error: {error}")
+    wrong = (ConfigError, FloatingPointError, heads.HeadError, hiddens.CacheError, MeshError, ProcessError, WeightError)
+    with devices.ending(*wrong):
+        main(tyro.cli(tyro.conf.OmitArgPrefixes[Config], description=__doc__))
