@@ -16,6 +16,10 @@ Beside transformers' own generate on the same weights, one sequence at a time, r
 Step costs at a released model's size with no checkpoint: random weights, and drafts that are right as often as asked
 (the head still runs in full). Device, host and launches per step; on a GPU with XLA's command buffers on and off.
 `--layers 4 --vocab 4096` cuts the model to something that a CPU runs in seconds. Needs the core dependencies only.
+
+    python scripts/bench_decode.py --concurrency 8 --mesh tensor=2,data=4
+
+On several devices; of several processes, started with the same flags but for `--process-id`, the first alone prints.
 """
 
 import argparse
@@ -31,10 +35,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from atlas_jax import devices
 from atlas_jax.compile_cache import keep_compiled
 from atlas_jax.config import ConfigError, ModelConfig
 from atlas_jax.decode.requests import Request, RequestError
 from atlas_jax.depth.policies import GRAMMAR, Policy, PolicyError, parse_policy
+from atlas_jax.devices import Devices, ProcessError
 from atlas_jax.lab import against_hf
 from atlas_jax.lab.advice import advise
 from atlas_jax.lab.bench import BenchError, measure, use_cpu_threads
@@ -47,6 +53,7 @@ from atlas_jax.lab.text_table import text_table
 from atlas_jax.lab.trace import TraceError
 from atlas_jax.model.mixers import Params
 from atlas_jax.presets import PRESETS, param_count, preset, random_params
+from atlas_jax.sharding import MeshError
 from atlas_jax.weights.checkpoint import load_model
 from atlas_jax.weights.shards import WeightError
 from atlas_jax.weights.tokenizer import ChatTokenizer
@@ -77,23 +84,29 @@ class Config:
     prompt_tokens: int = 64  # of a random prompt
     command_buffers: tuple[str, ...] = tuple(COMMAND_BUFFERS)  # on a GPU
     seed: int = 0
+    devices: Devices = Devices()
 
 
 def main(config: Config) -> dict[str, Any]:
     """Prints a table and a last line of JSON; returns what that line holds."""
     if config.against and (config.random_init or 1 not in config.concurrency):
         raise BenchError("transformers is measured on a checkpoint, one sequence at a time: --model, --concurrency 1")
+    if config.devices.mesh and (config.random_init or config.against):
+        raise BenchError("a mesh is measured on a checkpoint, without --random-init and --against")
     result = measure_model(config) if config.random_init is None else measure_random(config)
-    print(json.dumps(result), flush=True)
+    if devices.first():
+        print(json.dumps(result), flush=True)
     return result
 
 
 def measure_model(config: Config) -> dict[str, Any]:
     """A checkpoint on held-out prompts."""
     began = time.perf_counter()
-    log, out = console(stderr=True), console(stderr=config.json)
+    mesh = config.devices.join()
     use_cpu_threads(config.cpu_threads or 1)
-    log.print(keep_compiled().describe(), highlight=False, markup=False, soft_wrap=True)
+    log, out = console(stderr=True), console(stderr=config.json)
+    log.quiet = out.quiet = not devices.first()
+    devices.begin(mesh, lambda text: log.print(text, highlight=False, markup=False, soft_wrap=True))
     cfg, params = load_model(config.model, allow_missing="head")
     sizes = {"context": config.context / 2, "longest": config.context}
     advice = advise(config.costs, config.acceptance, cfg, config.concurrency, **sizes)
@@ -113,6 +126,7 @@ def measure_model(config: Config) -> dict[str, Any]:
         policies,
         config.repetitions,
         context=config.context,
+        mesh=mesh,
         say=lambda text: log.print(text, highlight=False),
     )
     out.print(table(cells))
@@ -124,6 +138,7 @@ def measure_model(config: Config) -> dict[str, Any]:
         **to_json(cells),
         "prompts": "own" if offline else "held-out",
         "device": jax.devices()[0].device_kind,
+        "mesh": str(mesh),
         "compile_s": round(sum({cell.concurrency: cell.warmup_s for cell in cells}.values()), 1),
         "total_s": round(time.perf_counter() - began, 1),
     }
@@ -248,12 +263,14 @@ def parse(args: Sequence[str] | None = None) -> Config:
     add("--prompt-tokens", type=int, default=default.prompt_tokens, help="of a random prompt [%(default)s]")
     add("--command-buffers", nargs="+", choices=COMMAND_BUFFERS, default=default.command_buffers, help="on a GPU")
     add("--seed", type=int, default=default.seed)
+    devices.add_arguments(parser)
     given = vars(parser.parse_args(args))
-    return Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    several = {field.name: given.pop(field.name) for field in dataclasses.fields(Devices)}
+    return Config(**given, devices=Devices(**several))
 
 
 if __name__ == "__main__":
-    try:
+    wrong = (BenchError, ConfigError, CostError, MeshError, PolicyError, ProcessError, RequestError, TraceError)
+    with devices.ending(*wrong, WeightError):
         main(parse())
-    except (BenchError, ConfigError, CostError, PolicyError, RequestError, TraceError, WeightError) as error:
-        sys.exit(f"error: {error}")

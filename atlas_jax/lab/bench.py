@@ -26,6 +26,7 @@ from atlas_jax.depth.policies import Off, Policy
 from atlas_jax.model.mixers import Params
 from atlas_jax.model.trunk import logits, trunk
 from atlas_jax.model.views import Full
+from atlas_jax.sharding import Mesh
 
 TIE_BOUND = 1e-4  # a divergence at a smaller gap between plain's two best logits is rounding (float32)
 MAX_EXCUSED_RATE = 1e-4  # of compared tokens; more than that is no rounding any more
@@ -191,19 +192,17 @@ def use_cpu_threads(count: int) -> None:
 
 
 def build_engine(
-    params: Params, cfg: ModelConfig, concurrency: int, policies: Sequence[Policy], context: int
+    params: Params, cfg: ModelConfig, concurrency: int, policies: Sequence[Policy], context: int, mesh: Mesh = Mesh()
 ) -> tuple[Engine, float]:
     """An engine of `concurrency` slots with all programs of the policies compiled, and the seconds that took.
 
-    Raises `PolicyError`, before anything is compiled, for a policy that the model can't run.
+    Raises `PolicyError` or `MeshError`, before anything is compiled, for what the model can't run.
     """
     drafts = max(policy.max_drafts for policy in policies)
     buckets = BucketConfig(
         n=tuple(2**i for i in range((concurrency - 1).bit_length() + 1)), k=tuple(range(1, drafts + 2))
     )
-    sizes = EngineConfig(
-        slots=concurrency, context=context, max_drafts=drafts, buckets=buckets, prefill=PREFILL, rounds=ROUNDS
-    )
+    sizes = EngineConfig(concurrency, context, drafts, buckets, prefill=PREFILL, rounds=ROUNDS, mesh=mesh)
     engine = Engine(params, cfg, sizes)
     for policy in reversed(policies):
         engine.policy = policy
@@ -224,12 +223,13 @@ def measure(
     repetitions: int = 5,
     *,
     context: int = 768,
+    mesh: Mesh = Mesh(),
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Cell]:
     """Cells of all regimes, concurrencies and policies (and plain), one engine a concurrency; `say` hears progress."""
     cells = []
     for concurrency in concurrencies:
-        engine, seconds = build_engine(params, cfg, concurrency, with_plain(policies), context)
+        engine, seconds = build_engine(params, cfg, concurrency, with_plain(policies), context, mesh)
         say(f"concurrency {concurrency}: programs compiled in {seconds:.1f} s; {engine.kernels.describe()}")
         cells += measure_engine(engine, params, requests_by_regime, policies, repetitions, warmup_s=seconds, say=say)
     return cells

@@ -32,6 +32,15 @@ def test_generate_on_two_devices_writes_what_one_writes(model):  # noqa: F811
         assert found.returncode == 1 and why in found.stderr and "Traceback" not in found.stderr, found.stderr
 
 
+def test_bench_measures_a_mesh_and_its_tokens_are_plains(model):  # noqa: F811
+    asked = "--concurrency 2 --prompts 2 --repetitions 2 --regimes prose --policies fixed1 --max-new-tokens 6 --json"
+    bench = (ALONE, "scripts/bench_decode.py", "--model", model, *asked.split(), "--mesh", "data=2", "--cpu-devices", 2)
+    found = last(run(*bench))
+    assert found["mesh"] == "data=2" and all(c["equal"] and not c["compiles_after_warmup"] for c in found["cells"])
+    refused = run(*bench, "--random-init", "qwen3.5-0.8b")
+    assert refused.returncode == 1 and "a mesh is measured on a checkpoint" in refused.stderr
+
+
 @pytest.fixture
 def training(model, answers, tmp_path):  # noqa: F811
     """`(RUN, flags...)` to what `train_head.py` gives, six small steps on this machine's devices."""
