@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 import traceback
 import zlib
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -107,6 +108,19 @@ def agree(what: str, value: Any) -> None:
         marks = multihost_utils.process_allgather(np.uint32(zlib.crc32(repr(value).encode())))
         if len(set(marks.tolist())) > 1:
             raise ProcessError(f"the processes don't have the same {what}: give all of them the same files and flags")
+
+
+def share(items: Sequence[T], text: str) -> list[T]:
+    """The part of a job that needs no other part: of `text` "i/n" every n-th item from the i-th on (from 0); "" is all.
+
+    Raises `ProcessError` for anything else.
+    """
+    if not text:
+        return list(items)
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise ProcessError(f"share {text!r} is not i/n with i from 0 to n - 1, as in 0/4")
+    return list(items[int(found[1]) :: int(found[2])])
 
 
 @contextlib.contextmanager

@@ -3,11 +3,14 @@
     python scripts/self_distill.py                                    # greedy answers; run it again and it goes on
     python scripts/self_distill.py --variants 6 --prose 0 --out more.jsonl
     python scripts/self_distill.py --temperature 0.8 --out sampled.jsonl
+    python scripts/self_distill.py --part 0/2 --out a.jsonl        # on one machine, and 1/2 to b.jsonl on another
+    python scripts/self_distill.py --merge a.jsonl b.jsonl          # with the same flags: what one would have written
 
 Prompts come from the training split only, cut as the held-out prompts of the demo are. Tool prompts also come as
 variants with other names and numbers (`atlas_jax.train.variants`). One JSON line an answer, in the order in which they
 finish: `{"id", "regime", "source", "prompt": [token ids], "reply": [token ids], "finished"}`, behind a first line that
-tells the settings. Interrupt it at any time; a line cut off by a crash is dropped.
+tells the settings. Interrupt it at any time; a line cut off by a crash is dropped. `--merge` writes in the order of the
+prompts, whoever answered them.
 """
 
 import dataclasses
@@ -16,11 +19,12 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atlas_jax import devices
 from atlas_jax.compile_cache import keep_compiled
 from atlas_jax.config import ConfigError
 from atlas_jax.decode.buckets import BucketConfig
@@ -29,6 +33,7 @@ from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.requests import Request
 from atlas_jax.decode.sampling import Sampling
 from atlas_jax.depth.policies import PolicyError, parse_policy
+from atlas_jax.devices import ProcessError
 from atlas_jax.lab.bench import use_cpu_threads
 from atlas_jax.lab.prompts import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS
 from atlas_jax.train.corpora import Document, Split, load_prose
@@ -64,6 +69,8 @@ class Config:
     slots: int = 16
     context: int = 768
     cpu_threads: int | None = 1  # of XLA; None leaves it alone
+    part: str = ""  # i/n: every n-th prompt from the i-th on, from 0
+    merge: tuple[Path, ...] = ()  # files of all parts, to make `out` of; nothing is answered
     json: bool = False  # stdout gets nothing but the last line
 
 
@@ -80,6 +87,11 @@ def main(config: Config) -> dict[str, Any]:
     tokenizer = ChatTokenizer.load(config.model).tokenizer
     asked = dict(training_prompts(config, tokenizer))
     settings = {"model": base_mark(params), "temperature": config.temperature, "seed": config.seed}
+    if config.merge:
+        result = {"out": str(config.out), "answers": merge(config.merge, config.out, list(asked), settings)}
+        print(json.dumps(result), flush=True)
+        return result
+    asked = dict(devices.share(list(asked.items()), config.part))
     written = read(config.out, settings)
     missing = {id: prompt for id, prompt in asked.items() if id not in written}
     console.print(f"{len(asked)} prompts, {len(asked) - len(missing)} answered already, in {config.out}")
@@ -129,6 +141,7 @@ def training_prompts(config: Config, tokenizer: "Tokenizer") -> Iterable[tuple[s
         for i, prompt in enumerate(found):
             yield f"prose/{config.prose}/{config.prose_seed}/{i}", ("prose", prompt.source, list(prompt.ids))
 
+
 def answers(
     engine: Engine, asked: dict[str, tuple[str, str, list[int]]], config: Config
 ) -> Iterable[tuple[str, list[int], str]]:
@@ -171,10 +184,35 @@ def read(path: Path, settings: dict[str, Any]) -> set[str]:
     return {row["id"] for row in rows}
 
 
+def merge(parts: Iterable[Path], out: Path, asked: Sequence[str], settings: dict[str, Any]) -> int:
+    """Write the answers of the parts to `out`, in the order asked, and return their number.
+
+    Raises `SystemExit`, and writes nothing, for a part that is missing or of other settings, for a prompt that has no
+    answer or two different ones, and for an answer that was not asked for.
+    """
+    lines: dict[str, str] = {}
+    for path in parts:
+        if not path.is_file():
+            sys.exit(f"{path}: no such file; name the files of all parts")
+        read(path, settings)
+        for line in path.read_text().splitlines()[1:]:
+            id = json.loads(line)["id"]
+            if lines.setdefault(id, line) != line:
+                sys.exit(f"{path} answers {id} differently from another part")
+    if stray := set(lines) - set(asked):
+        sys.exit(f"{len(stray)} answers were not asked for, {min(stray)} among them: give the flags of the parts")
+    if missing := [id for id in asked if id not in lines]:
+        sys.exit(f"{len(missing)} prompts have no answer, {missing[0]} among them: finish all parts and name them all")
+    started = out.with_suffix(out.suffix + ".part")
+    started.write_text("\n".join([json.dumps({"settings": settings}), *(lines[id] for id in asked)]) + "\n")
+    os.replace(started, out)
+    return len(asked)
+
+
 if __name__ == "__main__":
     import tyro
 
     try:
         main(tyro.cli(Config, description=__doc__))
-    except (ConfigError, PolicyError, WeightError) as error:
+    except (ConfigError, PolicyError, ProcessError, WeightError) as error:
         sys.exit(f"error: {error}")

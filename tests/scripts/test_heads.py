@@ -1,5 +1,6 @@
 """The head scripts on a tiny random model, offline: they resume, keep the base, refuse what is wrong, and add up."""
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from scripts.test_scripts import last_line, model, offline, script  # noqa: F401 (fixtures)
 
+from atlas_jax import devices
 from atlas_jax.decode.telemetry import Acceptance
 from atlas_jax.train import heads
 from atlas_jax.weights.checkpoint import load_model
@@ -111,6 +113,31 @@ def test_self_distilled_answers_are_the_models_own(model, tmp_path, capsys, monk
     assert {row["id"] for row in rows} == set(asked) and all(1 <= len(row["reply"]) <= 5 for row in rows)
     self_distill.main(config)
     assert last_line(capsys)[0]["new"] == 0
+
+    # In two parts and merged: the same answers, in the order of the prompts.
+    parts = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
+    for i, path in enumerate(parts):
+        self_distill.main(dataclasses.replace(config, out=path, part=f"{i}/2"))
+    merged = dataclasses.replace(config, out=tmp_path / "b.jsonl", merge=tuple(reversed(parts)))
+    self_distill.main(merged)
+    assert last_line(capsys)[0]["answers"] == 3
+    _, *same = map(json.loads, merged.out.read_text().splitlines())
+    assert [row["id"] for row in same] == list(asked) and same == sorted(rows, key=lambda row: row["id"])
+    for files, why in ((parts[:1], "1 prompts have no answer, p/1"), ([*parts, tmp_path / "2.jsonl"], "no such file")):
+        with pytest.raises(SystemExit, match=why):
+            self_distill.main(dataclasses.replace(merged, out=tmp_path / "c.jsonl", merge=tuple(files)))
+    other = json.loads(parts[0].read_text().splitlines()[1])
+    parts[1].write_text(parts[1].read_text() + json.dumps(other | {"reply": [1]}) + "\n")
+    with pytest.raises(SystemExit, match="differently from another part"):
+        self_distill.main(dataclasses.replace(merged, out=tmp_path / "c.jsonl"))
+    assert not (tmp_path / "c.jsonl").exists()
+
+
+@pytest.mark.parametrize("text", ("2/2", "1", "a/b", "-1/2"))
+def test_a_part_of_a_job_says_what_it_wants(text):
+    assert [*devices.share("abcde", "1/2"), *devices.share("abcde", "0/2")] == list("bdace")
+    with pytest.raises(devices.ProcessError, match="is not i/n with i from 0"):
+        devices.share("abcde", text)
 
 
 def test_a_best_head_gives_way_to_a_better_one_only(model, tmp_path):  # noqa: F811
