@@ -58,6 +58,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--process-id", type=int, metavar="I", help="which of them this one is, from 0")
 
 
+def taken_from(given: dict[str, Any]) -> Devices:
+    """The flags of `add_arguments`, taken out of what a parser gave."""
+    return Devices(**{field.name: given.pop(field.name) for field in dataclasses.fields(Devices)})
+
+
 def begin(mesh: Mesh, say: Callable[[str], None]) -> None:
     """Keep compiled programs, and let the first process say what it runs on; call it when the backend may start.
 

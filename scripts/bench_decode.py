@@ -91,8 +91,8 @@ def main(config: Config) -> dict[str, Any]:
     """Prints a table and a last line of JSON; returns what that line holds."""
     if config.against and (config.random_init or 1 not in config.concurrency):
         raise BenchError("transformers is measured on a checkpoint, one sequence at a time: --model, --concurrency 1")
-    if config.devices.mesh and (config.random_init or config.against):
-        raise BenchError("a mesh is measured on a checkpoint, without --random-init and --against")
+    if config.devices != Devices() and (config.random_init or config.against):
+        raise BenchError("a mesh is measured on a checkpoint, without --random-init and --against: drop its flags")
     result = measure_model(config) if config.random_init is None else measure_random(config)
     if devices.first():
         print(json.dumps(result), flush=True)
@@ -266,8 +266,8 @@ def parse(args: Sequence[str] | None = None) -> Config:
     devices.add_arguments(parser)
     given = vars(parser.parse_args(args))
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    several = {field.name: given.pop(field.name) for field in dataclasses.fields(Devices)}
-    return Config(**given, devices=Devices(**several))
+    several = devices.taken_from(given)
+    return Config(**given, devices=several)
 
 
 if __name__ == "__main__":

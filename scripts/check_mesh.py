@@ -31,8 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from atlas_jax import sharding
-from atlas_jax.compile_cache import keep_compiled
+from atlas_jax import devices
 from atlas_jax.config import ModelConfig, MoEConfig
 from atlas_jax.decode.buckets import BucketConfig
 from atlas_jax.decode.config import EngineConfig
@@ -41,6 +40,7 @@ from atlas_jax.decode.plan import Bucket
 from atlas_jax.decode.requests import Request
 from atlas_jax.decode.sampling import Sampling
 from atlas_jax.depth.policies import Fixed
+from atlas_jax.devices import Devices
 from atlas_jax.lab.collectives import Collectives, count_collectives, ideal_collectives
 from atlas_jax.lab.text_table import text_table
 from atlas_jax.presets import abstract_params
@@ -75,22 +75,17 @@ LOSS_BOUND = 1e-4  # absolute; sums of a few hundred float32 terms in another or
 class Config:
     """Which mesh, of what."""
 
-    mesh: str = "tensor=2,data=4"
-    devices: int | None = None  # CPU devices of this process; None: those that there are
+    devices: Devices = Devices("tensor=2,data=4")
     steps: int = 6  # updates of the head
     json: bool = False  # stdout gets nothing but the last line
-    coordinator: str | None = None  # host:port of process 0
-    processes: int | None = None
-    process_id: int | None = None
 
 
 def main(config: Config) -> dict[str, Any]:
     """Prints a table and a last line of JSON (the first process alone); returns what that line holds."""
-    sharding.join(config.devices, config.coordinator, config.processes, config.process_id)
-    if jax.process_count() == 1:  # else the one that finds its programs would have to wait for those that compile them
-        print(keep_compiled().describe(), file=sys.stderr)
-    result = compare(Mesh.parse(config.mesh), config.steps)
-    if jax.process_index() == 0:
+    mesh = config.devices.join()
+    devices.begin(mesh, lambda text: print(text, file=sys.stderr))
+    result = compare(mesh, config.steps)
+    if devices.first():
         rows = [(name, json.dumps(value)) for name, value in result.items()]
         print(text_table(("", "found"), rows), file=sys.stderr if config.json else sys.stdout)
         print(json.dumps(result), flush=True)
@@ -202,23 +197,21 @@ def shared_folder() -> Iterator[Path]:
 
 
 def parse(args: Sequence[str] | None = None) -> Config:
-    """The command line; every option is a field of `Config`."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--mesh", default=Config.mesh, help="axis=size,...; axes are data, fsdp, expert, tensor [%(default)s]")
-    add("--devices", type=int, help="CPU devices of this process [those that there are]")
+    devices.add_arguments(parser)
+    parser.set_defaults(mesh=Config.devices.mesh)
+    add("--devices", dest="cpu_devices", type=int, metavar="N", help="the same as --cpu-devices")
     add("--steps", type=int, default=Config.steps, help="updates of the head [%(default)s]")
     add("--json", action="store_true", help="stdout gets nothing but the last line")
-    add("--coordinator", help="host:port of the first process, where there are several")
-    add("--processes", type=int)
-    add("--process-id", type=int)
-    return Config(**vars(parser.parse_args(args)))
+    given = vars(parser.parse_args(args))
+    several = devices.taken_from(given)
+    return Config(several, **given)
 
 
 if __name__ == "__main__":
-    try:
+    with devices.ending(MeshError):
         found = main(parse())
-    except MeshError as error:
-        sys.exit(f"error: {error}")
     if not (found["decode_equal"] and found["loss_max_diff"] < LOSS_BOUND and not found["compiles_after_warmup"]):
         sys.exit("NOT the same as one device")

@@ -166,22 +166,27 @@ def answers(
 
 
 def read(path: Path, settings: dict[str, Any]) -> set[str]:
-    """Ids that `path` holds already. A line cut off by a crash is cut off the file; a first line tells the settings.
+    """Ids that `path` holds already; see `read_lines`."""
+    return {id for id, _ in read_lines(path, settings)}
 
-    Raises `SystemExit` for answers of another model or at another temperature.
+
+def read_lines(path: Path, settings: dict[str, Any]) -> list[tuple[str, str]]:
+    """Ids and whole lines of the answers that `path` holds already; a first line tells the settings.
+
+    A line cut off by a crash is cut off the file. Raises `SystemExit` for answers of another model or at another temperature.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or not path.read_bytes().strip():
         path.write_text(json.dumps({"settings": settings}) + "\n")
-        return set()
+        return []
     whole = path.read_bytes()
     if not whole.endswith(b"\n"):
         os.truncate(path, whole.rfind(b"\n") + 1)
-        return read(path, settings)
-    first, *rows = map(json.loads, whole.splitlines())
-    if first.get("settings") != settings:
-        sys.exit(f"{path} holds answers for {first.get('settings')}, not {settings}; give another --out")
-    return {row["id"] for row in rows}
+        return read_lines(path, settings)
+    first, *lines = whole.decode().splitlines()
+    if (found := json.loads(first).get("settings")) != settings:
+        sys.exit(f"{path} holds answers for {found}, not {settings}; give another --out")
+    return [(json.loads(line)["id"], line) for line in lines]
 
 
 def merge(parts: Iterable[Path], out: Path, asked: Sequence[str], settings: dict[str, Any]) -> int:
@@ -194,9 +199,7 @@ def merge(parts: Iterable[Path], out: Path, asked: Sequence[str], settings: dict
     for path in parts:
         if not path.is_file():
             sys.exit(f"{path}: no such file; name the files of all parts")
-        read(path, settings)
-        for line in path.read_text().splitlines()[1:]:
-            id = json.loads(line)["id"]
+        for id, line in read_lines(path, settings):
             if lines.setdefault(id, line) != line:
                 sys.exit(f"{path} answers {id} differently from another part")
     if stray := set(lines) - set(asked):

@@ -33,8 +33,7 @@ class EngineConfig:
       top_log_probs: how many of the likeliest tokens to answer with each emitted one.
       draft_log_probs: record drafts' log-probabilities whatever the policy asks, for traces.
       end_ids: most end tokens of a request.
-      rounds: most steps in one call to the device, where nothing on the host has a say between them; one where a mesh
-        spreads sequences.
+      rounds: most steps in one call to the device, where nothing on the host has a say between them.
       numerics: "invariant" runs every step, plain or not, in one bucket and one form of the recurrence: outputs are
         then bit-equal whatever is drafted, in any dtype.
       rollback: how recurrent states go back to the last accepted row, with equal outputs. All but "deferred" are there

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from atlas_jax import sharding
 from atlas_jax.config import ModelConfig, MoEConfig
 from atlas_jax.kernels.numerics import widen
 from atlas_jax.model.ops import apart, groups, swiglu
@@ -43,13 +44,8 @@ def moe(params: dict[str, Any], moe_cfg: MoEConfig, x: Float[Array, "R D"]) -> F
     axes = tuple(axis for axis in can if mesh.shape.get(axis, 1) > 1)
     if not axes:
         return _of_one_shard(params, moe_cfg, x, 0)
-    lie = {
-        "gate_up": ("expert", None, "tensor"),
-        "down": ("expert", "tensor"),
-        "shared_gate_up": (None, "tensor"),
-        "shared_down": ("tensor",),
-    }
-    specs = {name: P(*(axis if axis in axes else None for axis in lie.get(name, ()))) for name in params}
+    taken = lambda where: P(*(axis if axis in axes else None for axis in where.spec))
+    specs = jax.tree.map(taken, sharding.shardings(params, mesh))
 
     def shard(params: dict[str, Any], x: Array) -> Array:
         index = jax.lax.axis_index("expert") if "expert" in axes else 0

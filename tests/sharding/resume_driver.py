@@ -9,8 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from atlas_jax import sharding
-from atlas_jax.sharding import Mesh
+from atlas_jax import devices
 from atlas_jax.train.loop import Run, Schedule, train
 
 STEPS = 8
@@ -31,7 +30,7 @@ def main(folder, mesh, die_at):
     said = []
     run, schedule = Run(folder, save_every=2, log_every=2), Schedule(STEPS, warmup=2, muon=False)
     target = {"target": np.float32([1, -1, 2, 0])}
-    trained = train(loss, start, target, batch, schedule, run, report=said.append, mesh=Mesh.parse(mesh))
+    trained = train(loss, start, target, batch, schedule, run, report=said.append, mesh=mesh)
     if jax.process_index() == 0:
         resumed = said[0].get("resumed_at", 0)
         print(json.dumps({"resumed_at": resumed, "weights": np.asarray(trained["layer"]["in_proj"]).tolist()}))
@@ -40,12 +39,7 @@ def main(folder, mesh, die_at):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--mesh", default="")
-    parser.add_argument("--devices", type=int)
     parser.add_argument("--die-at", type=int)
-    parser.add_argument("--coordinator")
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--process-id", type=int)
-    given = parser.parse_args()
-    sharding.join(given.devices, given.coordinator, given.processes, given.process_id)
-    main(given.folder, given.mesh, given.die_at)
+    devices.add_arguments(parser)
+    given = vars(parser.parse_args())
+    main(mesh=devices.taken_from(given).join(), **given)

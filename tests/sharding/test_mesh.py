@@ -68,9 +68,10 @@ def test_a_lost_process_ends_all_and_the_run_goes_on_on_another_mesh(tmp_path):
     """Killed in its fifth update of eight, the second process takes the first with it. What both have saved is taken up
     by one process on a mesh cut along other axes, and ends where a run on one device ends."""
     driver = str(HERE / "resume_driver.py")
-    lost = start(*LAUNCH, driver, str(tmp_path / "run"), "--mesh", "data=2,fsdp=2", "--devices", "2", "--die-at", "4")
+    two = ("--mesh", "data=2,fsdp=2", "--cpu-devices", "2")
+    lost = start(*LAUNCH, driver, str(tmp_path / "run"), *two, "--die-at", "4")
     assert lost.returncode == 1 and "process 1 of 2 was killed by SIGKILL, so all of them were ended" in lost.stderr
-    resumed = run(driver, str(tmp_path / "run"), "--mesh", "fsdp=2,tensor=4", "--devices", "8")
+    resumed = run(driver, str(tmp_path / "run"), "--mesh", "fsdp=2,tensor=4", "--cpu-devices", "8")
     straight = run(driver, str(tmp_path / "straight"))
     assert resumed["resumed_at"] in (2, 4)  # the fourth may not have been written in full
     assert straight["resumed_at"] == 0

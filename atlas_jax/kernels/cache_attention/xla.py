@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from atlas_jax.kernels.numerics import EXACT
 
-FEW_ROWS = 8  # no step has more for a sequence; a prefill chunk does
+FEW_ROWS = 16  # more than any step has of a sequence, fewer than a prefill chunk
 
 
 def cache_attention(
