@@ -1,9 +1,9 @@
 """Beyond one device: a mesh, and one table of which axis of which array lies along which axis of it.
 
-Arrays are placed by `shardings`; XLA's partitioner does the rest, so most of the model knows nothing of a mesh. Two things
-are spread by hand, in a `shard_map`. Sequences, since no partitioner can know that a sequence's slot lies where its row
-does: under a `data` axis every shard runs the step on its own slots (`local_slots`). And experts, whose grouped products
-no partitioner cuts (`model.ffn.moe`).
+Arrays are placed by `shardings`; XLA's partitioner does the rest, so most of the model knows nothing of a mesh. Two
+things are spread by hand, in a `shard_map`. Sequences, since no partitioner can know that a sequence's slot lies where
+its row does: under a `data` axis every shard runs the step on its own slots (`local_slots`). And experts, whose grouped
+products no partitioner cuts (`model.ffn.moe`).
 
 Processes of several hosts (`join`) run the same program on the same requests; each holds its devices' part of every
 array and is answered in full.

@@ -173,7 +173,8 @@ def read(path: Path, settings: dict[str, Any]) -> set[str]:
 def read_lines(path: Path, settings: dict[str, Any]) -> list[tuple[str, str]]:
     """Ids and whole lines of the answers that `path` holds already; a first line tells the settings.
 
-    A line cut off by a crash is cut off the file. Raises `SystemExit` for answers of another model or at another temperature.
+    A line cut off by a crash is cut off the file. Raises `SystemExit` for answers of another model or at another
+    temperature.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or not path.read_bytes().strip():
