@@ -24,7 +24,7 @@ from atlas_jax.sharding import Mesh, MeshError
 T = TypeVar("T")
 
 
-class ProcessError(RuntimeError):
+class ProcessError(ValueError):
     """Processes that cannot go on together; the message says why."""
 
 

@@ -2,6 +2,8 @@
 
     python scripts/ablate_ladder.py                                   # simulated, from shipped costs; under a minute
     python scripts/ablate_ladder.py --grid 32:1 32:2 4:3,16:1@16      # ladders as ATLAS_MTP_K_LADDER writes them, @cap
+    python scripts/ablate_ladder.py --part 0/2 --out a                # simulated on two machines: 1/2 to b on another,
+    python scripts/ablate_ladder.py --merge a b --out both            # then this, with the same flags
     python scripts/ablate_ladder.py --decode                          # measured: this machine, the shipped model
 
 `--decode` first measures a cost table, fits a ladder to it (`auto`) and puts it among the others. Rows are kept in
@@ -31,6 +33,7 @@ from atlas_jax.lab.ablate import (
     ablate_simulated,
     best_ladder,
     describe,
+    merge_rows,
     parse_grid,
     standings,
     summarize,
@@ -52,6 +55,13 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     out = sys.stderr if args.json else sys.stdout
     grid = list(dict.fromkeys(args.grid or (DEFAULT, *(f"32:{d}" for d in range(1, args.num_drafts + 1)))))
     auto = None
+    places = [(regime, c) for regime in args.regimes for c in args.concurrency]
+    if args.part:
+        from atlas_jax.devices import share
+
+        places = share(places, args.part)
+    if args.merge:
+        merge_rows([folder / "rows.csv" for folder in args.merge], args.out / "rows.csv")
     if args.decode:
         rows, costs, acceptance, grid, auto = decode(args, grid, say)
     else:
@@ -60,14 +70,18 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
             args.out / "rows.csv",
             args.costs,
             grid,
-            args.concurrency,
-            args.regimes,
+            places,
             repetitions=args.repetitions,
             num_drafts=args.num_drafts,
             seconds=args.seconds,
             processes=args.processes,
             say=say,
         )
+        if args.part:
+            line = {"part": args.part, "rows": len(rows), "out": str(args.out)}
+            print(f"part {args.part}: {len(rows)} runs in {args.out}; --merge makes the answer of all parts", file=out)
+            print(json.dumps(line), flush=True)
+            return line
         acceptance = {regime: find_trace(regime).acceptance()[: args.num_drafts] for regime in args.regimes}
     parsed = parse_grid(grid, args.num_drafts)
     cells = summarize(rows)
@@ -272,9 +286,15 @@ def parse(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--repetitions", type=int, default=3, help="[%(default)s]")
     add("--num-drafts", type=int, default=3, help="most drafts [%(default)s]")
     add("--processes", type=int, default=2, help="of the simulation [%(default)s]")
+    add("--part", default="", help="i/n: simulate every n-th pair of regime and concurrency from the i-th on, from 0")
+    add("--merge", type=Path, nargs="+", help="folders of all parts: take their runs, simulate what none has")
     add("--out", type=Path, help="folder of rows.csv and plots [runs/ablate-simulated or runs/ablate-decoded]")
     add("--json", action="store_true", help="stdout gets nothing but the last line")
     parsed = parser.parse_args(args)
+    if parsed.decode and (parsed.part or parsed.merge):
+        parser.error("--decode compares speeds of one machine; --part and --merge are for the simulation")
+    if parsed.part and parsed.merge:
+        parser.error("--part makes what --merge takes: one or the other")
     parsed.out = parsed.out or ROOT / "runs" / ("ablate-decoded" if parsed.decode else "ablate-simulated")
     parsed.out.mkdir(parents=True, exist_ok=True)
     return parsed

@@ -2,6 +2,8 @@
 
     python scripts/train_base.py                  # both stages; run it again after an interruption and it goes on
     python scripts/train_base.py --stage head     # the head alone, on the base in --out
+    python scripts/train_base.py --stage base --layers 16 --grow checkpoints/small --base-steps 200 --peak 6e-4 --tools 0.7 \
+        --run runs/deep --out checkpoints/deep    # a deeper base, which starts as the trained one and keeps its head
 
 `scripts/train_head.py` then trains the head for acceptance, on the base's own answers.
 
@@ -10,7 +12,7 @@ Runs live in `--run`; the finished model (bfloat16, Hugging Face layout) goes to
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +21,12 @@ import jax
 import numpy as np
 from flax import nnx
 
-from atlas_jax.config import ModelConfig
+from atlas_jax.config import ConfigError, ModelConfig
 from atlas_jax.kernels.backends import choose
 from atlas_jax.model.modules import Model
 from atlas_jax.train.batches import packed_batch
 from atlas_jax.train.corpora import load_prose
+from atlas_jax.train.deepen import deepen
 from atlas_jax.train.loop import Run, Schedule, train
 from atlas_jax.train.losses import agreement, distillation
 from atlas_jax.train.objectives import base_loss
@@ -38,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = ModelConfig(
     vocab_size=2048,
     hidden_size=192,
-    layers=("gdn", "gdn", "gdn", "attention") * 2,
+    layers=("gdn", "gdn", "gdn", "attention") * 2,  # of which --layers makes more
     q_heads=4,
     kv_heads=2,
     head_dim=64,
@@ -54,12 +57,16 @@ SMALL = ModelConfig(
     eos_ids=(0, 2),
 )
 
+PERIOD = 4  # layers of the pattern
+
 
 @dataclass(frozen=True)
 class Config:
     """What to train, for how long, and where it goes."""
 
     stage: Literal["base", "head", "both"] = "both"
+    layers: int = 8
+    grow: Path | None = None  # a trained model to start from, by layers that change nothing at first
     base_steps: int = 1500
     head_steps: int = 400
     head_depth: int = 3  # drafts that the head is unrolled for
@@ -86,8 +93,16 @@ def main(config: Config) -> dict[str, Any]:
     batches = lambda step: packed_batch(
         train_sets, config.tools, step, config.batch, config.length, config.seed, config.reply_weight
     )
-    model = Model(SMALL, rngs=nnx.Rngs(config.seed))
-    base, head = model.params(), None
+    if config.layers < PERIOD or config.layers % PERIOD:
+        raise ConfigError(f"--layers {config.layers}: whole periods of {PERIOD} layers, please")
+    cfg = replace(SMALL, layers=SMALL.layers[:PERIOD] * (config.layers // PERIOD))
+    if config.grow is None:
+        base = Model(cfg, rngs=nnx.Rngs(config.seed)).params()
+    else:
+        trained, params = load_model(config.grow)
+        base, grown = deepen(params, trained, config.layers)
+        if grown != cfg:
+            raise ConfigError(f"{config.grow} has other sizes than this script's model")
     fresh_head = base.pop("mtp")
 
     def held_out_means(loss: Any, name: str = "held_out") -> Any:
@@ -109,9 +124,9 @@ def main(config: Config) -> dict[str, Any]:
         return evaluate
 
     result: dict[str, Any] = {}
-    settings = {name: getattr(config, name) for name in ("batch", "length", "tools", "reply_weight", "seed")}
+    settings = {name: getattr(config, name) for name in ("layers", "batch", "length", "tools", "reply_weight", "seed")}
     if config.stage in ("base", "both"):
-        loss = lambda base, frozen, *batch: base_loss(base, SMALL, *batch, kernels=kernels)
+        loss = lambda base, frozen, *batch: base_loss(base, cfg, *batch, kernels=kernels)
         evaluate = held_out_means(loss)
         base = train(
             loss,
@@ -123,7 +138,7 @@ def main(config: Config) -> dict[str, Any]:
             lambda trained: evaluate(trained, {}),
         )
         result |= {f"base_{k}": v for k, v in evaluate(base, {}).items()}
-        save_model(config.out, jax.device_get(base | {"mtp": fresh_head}), SMALL)
+        save_model(config.out, jax.device_get(base | {"mtp": fresh_head}), cfg)
     if config.stage in ("head", "both"):
         # The base as served, bfloat16 rounding included: the head learns the hiddens that it will see.
         base = load_model(config.out)[1]
@@ -132,8 +147,8 @@ def main(config: Config) -> dict[str, Any]:
         settings |= {"head_depth": config.head_depth, "base_mark": base_mark}
 
         def judged(head: Any, base: Any, *batch: Any, depth: int, measure: Any) -> Any:
-            rows = from_tokens(base, SMALL, *batch, kernels=kernels)
-            return head_loss(base | {"mtp": head}, SMALL, rows, how=Unroll(depth), measure=measure)
+            rows = from_tokens(base, cfg, *batch, kernels=kernels)
+            return head_loss(base | {"mtp": head}, cfg, rows, how=Unroll(depth), measure=measure)
 
         loss = partial(judged, depth=config.head_depth, measure=distillation)
         matches = partial(judged, depth=1, measure=agreement)
@@ -149,7 +164,7 @@ def main(config: Config) -> dict[str, Any]:
             evaluate,
         )
         result |= {f"head_{k}": v for k, v in evaluate(head).items()}
-        save_model(config.out, jax.device_get(base | {"mtp": head}), SMALL)
+        save_model(config.out, jax.device_get(base | {"mtp": head}), cfg)
     shutil.copy(config.tokenizer, config.out / "tokenizer.json")
     print(json.dumps(result))
     return result

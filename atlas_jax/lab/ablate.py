@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 import multiprocessing
+import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -189,8 +190,7 @@ def ablate_simulated(
     path: Path,
     costs: str,
     grid: Sequence[str],
-    concurrencies: Sequence[int],
-    regimes: Sequence[str],
+    places: Sequence[tuple[str, int]],
     *,
     repetitions: int = 5,
     num_drafts: int = 3,
@@ -198,13 +198,15 @@ def ablate_simulated(
     processes: int = 2,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
-    """All rows of a grid; those that the CSV has are not run again. Interrupted, it goes on where it was."""
+    """All rows of a grid at each of `places`, regime and concurrency; those that the CSV has are not run again.
+
+    Interrupted, it goes on where it was.
+    """
     parse_grid(grid, num_drafts)
     have = {row.key: row for row in read_rows(path)}
     wanted = [
         Job(costs, regime, c, ladder, repetition, tuple(grid), num_drafts, seconds)
-        for regime in regimes
-        for c in concurrencies
+        for regime, c in places
         for ladder in (PLAIN, *grid, AA)
         for repetition in range(repetitions)
     ]
@@ -219,6 +221,25 @@ def ablate_simulated(
                 if i % 50 == 0 or i == len(missing):
                     say(f"{i} of {len(missing)}")
     return [have[key(job)] for job in wanted]
+
+
+def merge_rows(parts: Iterable[Path], out: Path) -> int:
+    """Add the rows of other CSVs to those of `out`, sorted; return their number. A simulated run is the same anywhere.
+
+    Raises `ValueError`, and changes nothing, for a file that is absent and for a run that two files tell differently.
+    """
+    merged = {row.key: row for row in read_rows(out)}
+    for path in parts:
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file; name the folders of all parts")
+        for row in read_rows(path):
+            if merged.setdefault(row.key, row) != row:
+                raise ValueError(f"{path} tells {row.regime}, C = {row.concurrency}, {row.ladder} unlike another part")
+    started = out.with_suffix(".part")
+    started.unlink(missing_ok=True)
+    append_rows(started, (merged[key] for key in sorted(merged)))
+    os.replace(started, out)
+    return len(merged)
 
 
 def summarize(rows: Sequence[Row]) -> list[Cell]:

@@ -1,6 +1,7 @@
 """The ablation: its verdicts on made-up rows, its CSV, and that it goes on where it was."""
 
 import csv
+import dataclasses
 
 import pytest
 
@@ -16,6 +17,7 @@ from atlas_jax.lab.ablate import (
     arm_policy,
     best_ladder,
     describe,
+    merge_rows,
     parse_grid,
     read_rows,
     summarize,
@@ -132,7 +134,7 @@ def test_rows_that_are_there_are_not_run_again(tmp_path, monkeypatch):
     monkeypatch.setattr(ablate, "run_job", lambda job: ran.append(job) or real(job))
     path = tmp_path / "rows.csv"
     run = lambda concurrencies: ablate_simulated(
-        path, "gb10-27b", ["32:1", "32:2"], concurrencies, ["prose"], repetitions=2, seconds=15
+        path, "gb10-27b", ["32:1", "32:2"], [("prose", c) for c in concurrencies], repetitions=2, seconds=15
     )
     first = run([8])
     assert len(ran) == len(first) == 2 * 4
@@ -143,3 +145,18 @@ def test_rows_that_are_there_are_not_run_again(tmp_path, monkeypatch):
         assert next(csv.reader(file))[0] == "source"
     (eight, sixteen) = verdicts(summarize(both), parse_grid(["32:1", "32:2"], 3), 3)
     assert {eight.depth, sixteen.depth} <= {1, 2} and sixteen.aa_spread > 0
+
+
+def test_parts_merged_in_any_order_are_one_run_and_a_contradiction_changes_nothing(tmp_path):
+    rows = [Row("s", regime, c, "plain", i, c * 1.5 + i, 1.0) for regime in ("a", "b") for c in (2, 8) for i in (0, 1)]
+    one, two, out = (tmp_path / name / "rows.csv" for name in ("one", "two", "out"))
+    append_rows(one, rows[::2])
+    append_rows(two, rows[1::2][::-1] + rows[:1])  # one run twice, told alike
+    assert merge_rows([one, two], out) == 8 and merge_rows([two, out], out) == 8
+    assert read_rows(out) == rows
+    append_rows(two, [dataclasses.replace(rows[2], tok_s=9.0)])
+    before = out.read_text()
+    for parts in ([one, two], [one, tmp_path / "three.csv"]):
+        with pytest.raises(ValueError, match=r"unlike another part|no such file"):
+            merge_rows(parts, out)
+    assert out.read_text() == before
