@@ -34,6 +34,7 @@ from atlas_jax.decode.requests import Request
 from atlas_jax.decode.sampling import Sampling
 from atlas_jax.depth.policies import PolicyError, parse_policy
 from atlas_jax.devices import ProcessError
+from atlas_jax.files import written_whole
 from atlas_jax.lab.bench import use_cpu_threads
 from atlas_jax.lab.prompts import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS
 from atlas_jax.train.corpora import Document, Split, load_prose
@@ -207,9 +208,8 @@ def merge(parts: Iterable[Path], out: Path, asked: Sequence[str], settings: dict
         sys.exit(f"{len(stray)} answers were not asked for, {min(stray)} among them: give the flags of the parts")
     if missing := [id for id in asked if id not in lines]:
         sys.exit(f"{len(missing)} prompts have no answer, {missing[0]} among them: finish all parts and name them all")
-    started = out.with_suffix(out.suffix + ".part")
-    started.write_text("\n".join([json.dumps({"settings": settings}), *(lines[id] for id in asked)]) + "\n")
-    os.replace(started, out)
+    with written_whole(out) as part:
+        part.write_text("\n".join([json.dumps({"settings": settings}), *(lines[id] for id in asked)]) + "\n")
     return len(asked)
 
 

@@ -2,9 +2,9 @@
 
     python scripts/train_base.py                  # both stages; run it again after an interruption and it goes on
     python scripts/train_base.py --stage head     # the head alone, on the base in --out
-    python scripts/train_base.py --stage base --layers 16 --grow checkpoints/small --base-steps 200 --peak 6e-4 --tools 0.7 \
-        --run runs/deep --out checkpoints/deep    # a deeper base, which starts as the trained one and keeps its head
+    python scripts/train_base.py --stage base --layers 16 --grow checkpoints/small --run runs/deep --out deep
 
+`--grow` starts a deeper base as the trained one, head included, by layers that change nothing at first.
 `scripts/train_head.py` then trains the head for acceptance, on the base's own answers.
 
 Runs live in `--run`; the finished model (bfloat16, Hugging Face layout) goes to `--out`.

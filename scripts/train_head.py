@@ -28,6 +28,7 @@ from atlas_jax import devices
 from atlas_jax.config import ConfigError, ModelConfig
 from atlas_jax.decode.telemetry import Acceptance
 from atlas_jax.devices import Devices, ProcessError
+from atlas_jax.files import written_whole
 from atlas_jax.kernels.backends import choose
 from atlas_jax.lab.bench import use_cpu_threads
 from atlas_jax.lab.prompts import load_requests
@@ -273,10 +274,8 @@ def held_out_answers(directory: Path, params: Any, cfg: Any, requests: Any, slot
         answers = json.loads(path.read_text())
     else:
         answers = heads.plain_answers(params, cfg, requests, slots)
-        directory.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(answers))
-        part.replace(path)
+        with written_whole(path) as part:
+            part.write_text(json.dumps(answers))
     texts = [
         Text.answer(request.prompt, reply, regime)
         for regime, asked in requests.items()

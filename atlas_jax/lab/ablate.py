@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 import multiprocessing
-import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from atlas_jax.depth.ladder import LadderConfig, describe_bad_part, format_ladder, parse_ladder
 from atlas_jax.depth.policies import Ladder, Off, Policy, PolicyError
+from atlas_jax.files import written_whole
 from atlas_jax.lab.simulate import Load, simulate
 from atlas_jax.lab.tables import find_costs, find_trace
 
@@ -235,10 +235,8 @@ def merge_rows(parts: Iterable[Path], out: Path) -> int:
         for row in read_rows(path):
             if merged.setdefault(row.key, row) != row:
                 raise ValueError(f"{path} tells {row.regime}, C = {row.concurrency}, {row.ladder} unlike another part")
-    started = out.with_suffix(".part")
-    started.unlink(missing_ok=True)
-    append_rows(started, (merged[key] for key in sorted(merged)))
-    os.replace(started, out)
+    with written_whole(out) as part:
+        append_rows(part, (merged[key] for key in sorted(merged)))
     return len(merged)
 
 

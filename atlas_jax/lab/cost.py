@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from atlas_jax.config import ModelConfig
+from atlas_jax.files import written_whole
 
 Kind = Literal["measured", "roofline", "published", "made"]
 ContextRule = Literal["longest", "mean"]
@@ -152,8 +153,8 @@ class CostTable:
             "about": dict(self.about),
         }
         lines = ",\n".join(json.dumps(_compact(step)) for step in sorted(self.steps))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "steps": [\n{lines}\n]}}\n')
+        with written_whole(path) as part:
+            part.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "steps": [\n{lines}\n]}}\n')
 
     @classmethod
     def load(cls, path: Path) -> CostTable:

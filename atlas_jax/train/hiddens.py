@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlas_jax.config import ModelConfig
+from atlas_jax.files import written_whole
 from atlas_jax.kernels.backends import Kernels
 from atlas_jax.model.mixers import Params
 from atlas_jax.model.trunk import trunk
@@ -157,9 +157,8 @@ def load_hiddens(directory: Path, params: Params | None = None) -> HiddenCache:
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value) + "\n")
-    os.replace(part, path)  # readers see the whole file or none
+    with written_whole(path) as part:
+        part.write_text(json.dumps(value) + "\n")
 
 
 def batches(

@@ -17,6 +17,7 @@ import optax
 import orbax.checkpoint as ocp
 
 from atlas_jax import sharding
+from atlas_jax.files import written_whole
 from atlas_jax.sharding import Mesh
 
 Tree = Any
@@ -244,6 +245,5 @@ def _drop_after(metrics: Path, step: int) -> None:
         return
     lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
     kept = "".join(line for line in lines if json.loads(line)["step"] <= step)
-    part = metrics.with_suffix(".part")
-    part.write_text(kept)
-    part.replace(metrics)
+    with written_whole(metrics) as part:
+        part.write_text(kept)

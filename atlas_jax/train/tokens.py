@@ -1,7 +1,6 @@
 """Texts to token arrays: the vocabulary, tokenized corpora and the prompts that decoding is measured on."""
 
 import hashlib
-import os
 import re
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from atlas_jax.files import written_whole
 from atlas_jax.train.corpora import CACHE, Document, Split
 
 if TYPE_CHECKING:
@@ -171,14 +171,8 @@ def _load(path: Path | None) -> dict[str, np.ndarray] | None:
 def _save(path: Path | None, arrays: dict[str, np.ndarray]) -> None:
     if path is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            np.savez(file, tokens=arrays["tokens"], starts=arrays["starts"], reply=arrays["reply"])
-        os.replace(part, path)  # readers see the whole file or none
-    finally:
-        part.unlink(missing_ok=True)
+    with written_whole(path) as part, part.open("wb") as file:
+        np.savez(file, tokens=arrays["tokens"], starts=arrays["starts"], reply=arrays["reply"])
 
 
 def prompts(

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import mmap
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+from atlas_jax.files import written_whole
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -228,15 +229,10 @@ def write_shard(file: Path, tensors: Mapping[str, np.ndarray | Deferred]) -> Non
         header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (end, end := end + tensor.nbytes)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as out:
-            out.write(len(text).to_bytes(8, "little") + text)
-            for _, tensor in wanted:
-                out.write(np.ascontiguousarray(tensor.data()).reshape(-1).view(np.uint8).data)
-        os.replace(part, file)
-    finally:
-        part.unlink(missing_ok=True)
+    with written_whole(file) as part, part.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in wanted:
+            out.write(np.ascontiguousarray(tensor.data()).reshape(-1).view(np.uint8).data)
 
 
 def index_json(shards: Mapping[str, Mapping[str, int]]) -> str:

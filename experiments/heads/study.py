@@ -13,7 +13,6 @@ beside plain decode, one seed a repetition. `results.json` has one entry a run, 
 
 import csv
 import json
-import os
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 from race import engines_of, race, speeds
 
 from atlas_jax.compile_cache import keep_compiled
+from atlas_jax.files import written_whole
 from atlas_jax.lab.bench import use_cpu_threads
 from atlas_jax.lab.prompts import load_requests
 from atlas_jax.train import heads, hiddens
@@ -263,9 +263,8 @@ def plot(done: dict[str, Any], path: Path) -> None:
 
 def write(path: Path, text: str) -> None:
     """Whole or not at all."""
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    os.replace(part, path)
+    with written_whole(path) as part:
+        part.write_text(text)
 
 
 if __name__ == "__main__":
