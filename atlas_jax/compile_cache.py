@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from pathlib import Path
 
 import jax
@@ -38,8 +39,8 @@ def keep_compiled(folder: Path | None = None) -> CompileCache:
     folder = (folder or Path(told or FOLDER)).expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (probe := folder / ".writable").touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):  # of its own: other processes start at the same moment
+            pass
     except OSError as error:
         return CompileCache(None, reason=str(error))
     jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -4,7 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import jax
+import pytest
+
+from atlas_jax.compile_cache import keep_compiled
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
@@ -43,3 +49,18 @@ def test_where_nothing_can_be_kept_it_says_so(tmp_path):
     (tmp_path / "file").write_text("")
     said, programs, *_ = run(tmp_path / "file" / "below")
     assert said.startswith("compiled programs are not kept: ") and "file" in said and programs == 0
+
+
+@pytest.fixture
+def own_options():
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_those_that_start_at_the_same_moment_all_keep_their_programs(tmp_path, own_options):
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(keep_compiled, [tmp_path] * 400))
+    assert {cache.reason for cache in found} == {""} and list(tmp_path.iterdir()) == []
