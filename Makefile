@@ -1,7 +1,7 @@
 # Every target sets up .venv by itself; once that is done the check costs a few hundredths of a second.
 #   make test PYTEST_ARGS="-k ladder"     make demo ARGS="--help"     make setup PYTHON=python3.12
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-hf lint gate demo bench ablate corpora clean
+.PHONY: help setup test test-slow test-hf lint gate demo bench ablate corpora clean
 
 PY := .venv/bin/python
 PYTEST_ARGS ?=
@@ -13,8 +13,11 @@ help:  ## list the targets
 setup:  ## create or refresh .venv (PYTHON= names an interpreter)
 	@bash scripts/setup_venv.sh
 
-test: setup  ## run the tests (PYTEST_ARGS= adds arguments)
-	$(PY) -m pytest -q -n 2 $(PYTEST_ARGS)
+test: setup  ## the tests, but for the slow ones (PYTEST_ARGS= adds arguments)
+	$(PY) -m pytest -q -n 2 -m "not slow" $(PYTEST_ARGS)
+
+test-slow: setup  ## the slow ones: meshes, several processes, whole scripts, kernels interpreted inside decode
+	$(PY) -m pytest -q -n 2 -m slow $(PYTEST_ARGS)
 
 test-hf:  ## parity with transformers, in an environment of its own (torch, and the oldest jax that this supports)
 	@bash scripts/setup_hf.sh

@@ -30,6 +30,7 @@ def run(params, cfg, kernels):
     return answers, jax.device_get(engine.materialize()), engine.kernels
 
 
+@pytest.mark.slow
 def test_the_engine_gives_the_same_with_kernels(tiny):
     cfg = dataclasses.replace(tiny[0], layers=("gdn", "attention"), **SIZES)
     with jax.enable_x64(True):

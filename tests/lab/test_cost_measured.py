@@ -101,6 +101,7 @@ def test_groups_fill_the_slots():
         pieces(range(15), 16)
 
 
+@pytest.mark.slow
 def test_an_ablation_by_decoding_is_resumed_and_can_be_simulated(params, tmp_path, monkeypatch):
     """All arms on the same requests, tokens checked; rows that are there run nothing; every cell has its simulation."""
     plan, grid = dataclasses.replace(PLAN, deepest=2), ["32:1", "32:2"]

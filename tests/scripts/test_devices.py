@@ -9,6 +9,8 @@ import pytest
 from scripts.test_heads import answers  # noqa: F401 (a fixture)
 from scripts.test_scripts import model  # noqa: F401 (a fixture)
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = "tests/scripts/alone.py"
 
