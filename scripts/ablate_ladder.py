@@ -4,7 +4,7 @@
     python scripts/ablate_ladder.py --grid 32:1 32:2 4:3,16:1@16      # ladders as ATLAS_MTP_K_LADDER writes them, @cap
     python scripts/ablate_ladder.py --part 0/2 --out a                # simulated on two machines: 1/2 to b on another,
     python scripts/ablate_ladder.py --merge a b --out both            # then this, with the same flags
-    python scripts/ablate_ladder.py --decode                          # measured: this machine, the shipped model
+    python scripts/ablate_ladder.py --decode                          # measured: this machine, checkpoints/small
 
 `--decode` first measures a cost table, fits a ladder to it (`auto`) and puts it among the others. Rows are kept in
 OUT/rows.csv; an interrupted run goes on where it was. A winner is named only where ranges are disjoint.

@@ -63,7 +63,7 @@ from atlas_jax.weights.tokenizer import ChatTokenizer
 class Config:
     """What to measure, and how often."""
 
-    model: Path = Path(__file__).resolve().parents[1] / "checkpoints" / "small"
+    model: Path = Path(__file__).resolve().parents[1] / "checkpoints" / "deep"
     regimes: tuple[str, ...] = ("prose", "tools")
     concurrency: tuple[int, ...] = (1, 8)
     policies: tuple[str, ...] = ("plain", "fixed1", "fixed2", "fixed3", "ladder")  # plain is always measured

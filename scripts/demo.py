@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 class Config:
     """How much to show."""
 
-    model: Path = ROOT / "checkpoints" / "small"
+    model: Path = ROOT / "checkpoints" / "deep"
     out: Path = ROOT / "runs" / "demo"  # where demo.json and demo.png go
     regimes: tuple[str, ...] = ("prose", "tools")
     concurrency: tuple[int, ...] = (1, 8)

@@ -43,7 +43,7 @@ class Config:
 
     prompt: str | None = None
     file: Path | None = None  # `-` reads the standard input
-    model: Path = Path(__file__).resolve().parents[1] / "checkpoints" / "small"
+    model: Path = Path(__file__).resolve().parents[1] / "checkpoints" / "deep"
     policy: str = "ladder"  # plain, fixed1, fixed2, ..., ladder, adaptive_rung, dcut, survival, auto
     costs: str | None = None  # a table of scripts/measure_cost.py, for policies that weigh costs (survival, auto)
     acceptance: str | None = None  # p1,p2_cond,... or a trace, for auto; survival begins with it

@@ -1,6 +1,6 @@
 """Measures what a decode step costs on this machine, by shape and context: the table that policies and the lab go by.
 
-    python scripts/measure_cost.py                # the shipped model; about 5 minutes on 2 CPU cores
+    python scripts/measure_cost.py                # checkpoints/deep; about 10 minutes on 2 CPU cores
     python scripts/measure_cost.py --random-init qwen3.5-4b --widths 1 8 32 --contexts 512 8192
     python scripts/measure_cost.py --out costs.json --json            # stdout gets nothing but the last line
 
@@ -95,7 +95,7 @@ def parse(args: Sequence[str] | None = None) -> argparse.Namespace:
     plan = Plan()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", type=Path, default=ROOT / "checkpoints" / "small", help="directory of a checkpoint")
+    add("--model", type=Path, default=ROOT / "checkpoints" / "deep", help="directory of a checkpoint")
     add("--random-init", choices=PRESETS, help="random weights of this size instead")
     add("--layers", type=int, help="with --random-init: keep only the first layers")
     add("--vocab", type=int, help="with --random-init: keep only so many tokens")
