@@ -137,6 +137,7 @@ def sampling_engine(request, tiny):
     return Engine(params, cfg, config)
 
 
+@pytest.mark.slow
 def test_the_engine_draws_from_the_same_law(sampling_engine):
     """The second and third token after one prompt, over 1,600 seeds: sampled drafts against plain decode, two-sample
     chi-square; and a scripted drafter, whose drafts are judged as the point masses that they are."""

@@ -137,6 +137,7 @@ def test_poisoned_free_slots_and_dead_rows_change_nothing(engine, answers, poiso
     assert [(c.tokens, c.finished) for c in map(engine.completion, ids)] == done[:5]
 
 
+@pytest.mark.slow
 def test_ragged_rows_equal_full_ones(engine, tiny, answers):
     """Flat rows packed into fewer than n * k: each sequence drafts its own number."""
     requests, done = answers

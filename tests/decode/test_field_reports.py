@@ -36,6 +36,7 @@ def wide(tiny):
         yield engine, requests, alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", range(1, 10))
 def test_every_batch_size_gives_every_row_its_own_answer(wide, size):
     """1 to 9 rows, powers of two or not, ragged prompts; the last live row and the first are as good as any (B09, B12,
@@ -76,6 +77,7 @@ def test_a_finished_rows_state_stays_as_it_was(wide):
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", [(7,), (63,), (65,), (16, 64)])
 def test_any_split_of_a_prompt_leaves_the_same_state(tiny, widths):
     """Chunks that do and don't divide the prompt, against one (B17, B18)."""

@@ -96,6 +96,7 @@ def long(request, tiny):
     return engine
 
 
+@pytest.mark.slow
 def test_512_tokens_of_rejections_emit_what_plain_does(long, tiny, record_property):
     """Every draft is wrong. In float32 a divergence is excused below 1e-4 only; in bfloat16, where steps of four rows
     and of one round differently, below 0.1, and where it came is kept (B06, B03)."""

@@ -90,6 +90,7 @@ def outcome(completions):
     return [(c.tokens, c.finished) for c in completions]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [None, 0, 1, 2, 3, 4])
 def test_tokens_equal_plain_at_every_depth(engine, requests, answers, depth):
     """Scripted drafters, right until j and then wrong, and the head's own drafts, those in several rounds a call."""
@@ -174,6 +175,7 @@ def test_an_answer_that_the_host_cut_can_be_continued(engine, kept):
     assert rest.reused == (3 if engine.config.rollback == "recompute" else 4 + kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", OTHERS)
 def test_a_step_touches_only_its_own_slots(tiny, how):
     """Temporaries do not grow with the number of slots, and the whole state is donated and updated in place."""

@@ -48,6 +48,7 @@ def counting(engine):
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [Off(), Fixed(0), Fixed(3)], ids=lambda p: p.name)
 def test_rounds_change_nothing_but_the_number_of_calls(tiny, policy):
     """Ends, limits, request limits on drafts, penalties and noise within a call; telemetry counts steps, not calls."""
@@ -96,6 +97,7 @@ def test_the_host_keeps_its_say(tiny):
         assert rounds(free) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_invariant_numerics_are_bit_equal(tiny, dtype):
     """Tokens and log-probabilities, plain against speculative with drafts of every quality, no bit of difference; in

@@ -39,6 +39,7 @@ def made(tiny):
         yield engine, oracle
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
 @hypothesis.given(
     seed=st.integers(0, 2**16),

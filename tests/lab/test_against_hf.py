@@ -52,6 +52,7 @@ def actor(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 def test_a_ratio_is_given_for_equal_tokens_and_for_no_others(actor, tmp_path):
     params = jax.device_get(random_params(TINY, 1, np.float32))
     engine = Engine(params, TINY, EngineConfig(slots=1, context=64, max_drafts=0, prefill=(4,)), parse_policy("plain"))

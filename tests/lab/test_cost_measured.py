@@ -30,6 +30,7 @@ def params():
     return random_params(TINY, 0, jnp.float32)
 
 
+@pytest.mark.slow
 def test_a_table_is_measured_kept_and_gone_on_with(params, tmp_path, monkeypatch):
     kept, said = tmp_path / "costs.json", []
     about = (("jax", "x"),)
@@ -141,6 +142,7 @@ class Flat:
         return n + 0.2 * (rows - n) + 0.1 * (k - 1)
 
 
+@pytest.mark.slow
 def test_policies_change_between_steps_without_loss_and_without_compiling(params):
     """Every policy takes its turn on running sequences; the tokens are plain's, and nothing is compiled on the way.
 

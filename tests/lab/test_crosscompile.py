@@ -111,6 +111,7 @@ def compiled(twins, wheels):
     return dict(zip(jobs, compile_jobs(chip, list(jobs.values()), wheels), strict=True))
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_right_compiles_in_place_and_passes(compiled):
     report = compiled["good"]
     row = gate.kernel_row(GOOD, "sm_90", 1e-7, report)

@@ -47,6 +47,7 @@ def measured(engine):
     return engine.telemetry.total()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 3])
 def test_measured_acceptance_is_the_one_asked_for_and_nothing_is_lost(served, depth):
     """p1, p2_cond and p3_cond within four standard errors of a binomial, tokens per step as they imply."""

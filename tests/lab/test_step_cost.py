@@ -83,6 +83,7 @@ def cells():
     return found
 
 
+@pytest.mark.slow
 def test_costs_of_every_policy_and_width(cells):
     assert [(c.n, c.policy, c.k, c.rows) for c in cells] == [
         *((1, "plain", 1, 1), (1, "fixed2", 3, 3)),

@@ -31,6 +31,7 @@ def bench():
     return module
 
 
+@pytest.mark.slow
 def test_the_script_ends_with_its_line(bench, tmp_path, capsys):
     """All three on a tiny model: the same tokens, every draft accepted as asked, states and pools as the shapes say."""
     rng = np.random.default_rng(0)

@@ -80,6 +80,7 @@ def convert_apart(*args):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_reading_takes_the_memory_of_the_model_and_little_more(tmp_path):
     """At most one tensor (here 64 MB of 250) above the target, whichever dtype that has."""
     cfg = preset("qwen3.5-0.8b", layers=8, vocab=32768)

@@ -26,6 +26,7 @@ def answers(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_head_is_trained_kept_and_taken_up_again(model, offline, answers, tmp_path, capsys, monkeypatch):  # noqa: F811
     """Judged by counts that are handed to it: that a replay and the loop count alike is another test's business."""
     train_head = script("train_head")

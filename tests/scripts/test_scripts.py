@@ -58,6 +58,7 @@ def last_line(capsys):
     return json.loads(captured.out.splitlines()[-1]), captured
 
 
+@pytest.mark.slow
 def test_bench_decode_prints_one_line_of_json(model, offline, capsys, monkeypatch):
     bench = script("bench_decode")
     seen = {}

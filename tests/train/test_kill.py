@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).resolve().parent
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_bit_identical(tmp_path):
     """Two kills here; `python tests/train/kill_driver.py FOLDER 20 1 80`, and 0 kills beside it, is the long form."""
 
