@@ -1,22 +1,16 @@
 """The ablation script on shipped costs: its last line, its plots, and that a second run has nothing left to do."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
+from scripts.test_scripts import script
 
 from atlas_jax.depth.ladder import parse_ladder
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def ablate():
-    spec = importlib.util.spec_from_file_location("ablate_ladder", ROOT / "scripts" / "ablate_ladder.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("ablate_ladder")
 
 
 def test_ablate_ends_with_the_best_ladder_and_leaves_plots(ablate, capsys, tmp_path):
