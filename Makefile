@@ -13,6 +13,9 @@ help:  ## list the targets
 setup:  ## create or refresh .venv (PYTHON= names an interpreter)
 	@bash scripts/setup_venv.sh
 
+# Half of the time was LLVM's, optimising tiny programs. XLA's own passes stay, so the programs are the same HLO (compared);
+# the slow tests and test-hf run them optimised, and so does `make test JAX_DISABLE_MOST_OPTIMIZATIONS=0`.
+test: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
 test: setup  ## the tests, but for the slow ones (PYTEST_ARGS= adds arguments)
 	$(PY) -m pytest -q -n 2 -m "not slow" $(PYTEST_ARGS)
 

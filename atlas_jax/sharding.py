@@ -1,9 +1,9 @@
 """Beyond one device: a mesh, and one table of which axis of which array lies along which axis of it.
 
-Arrays are placed by `shardings`; XLA's partitioner does the rest, so most of the model knows nothing of a mesh. Two
+Arrays are placed by `shardings`; XLA's partitioner does the rest, so most of the model knows nothing of a mesh. Three
 things are spread by hand, in a `shard_map`. Sequences, since no partitioner can know that a sequence's slot lies where
-its row does: under a `data` axis every shard runs the step on its own slots (`local_slots`). And experts, whose grouped
-products no partitioner cuts (`model.ffn.moe`).
+its row does: under a `data` axis every shard runs the step on its own slots (`local_slots`). Experts, whose grouped
+products no partitioner cuts (`model.ffn.moe`). And Pallas kernels, each device's on its own heads (`by_heads`).
 
 Processes of several hosts (`join`) run the same program on the same requests; each holds its devices' part of every
 array and is answered in full.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from atlas_jax.config import ModelConfig
-from atlas_jax.kernels.backends import Kernels
 
 Tree = Any
 
@@ -208,13 +207,40 @@ class Mesh:
         return found
 
 
-def check_kernels(mesh: Mesh, kernels: Kernels) -> None:
-    """Raises `MeshError` for Pallas kernels on a mesh that cuts more than sequences: no partitioner can cut them."""
-    backends = {getattr(kernels, op) for op in ("gdn_step", "gdn_chunk", "cache_attention")}
-    if len(mesh.spread) < len(dataclasses.fields(mesh)) and (pallas := backends - {"xla", "sequential"}):
-        raise MeshError(
-            f"the {', '.join(sorted(pallas))} kernels run where only `data` is cut, not on {mesh}: choose kernels='xla'"
-        )
+def by_heads(
+    kernel: Callable[..., Any], arrays: Sequence[Array], heads: Sequence[int | None], out: Any, *, rows: bool = False
+) -> Any:
+    """`kernel(*arrays)`, on a mesh with each device's own heads, since no partitioner can cut a Pallas kernel.
+
+    Takes what axes of the mesh the caller has left to the partitioner, so it works inside a `shard_map` over sequences
+    and outside; without a mesh it is the call itself. Differentiable as the kernel is.
+
+    Args:
+      heads: axis of each array along which heads lie, key or value; None where all devices need all of it.
+      out: the same for the results, a tuple if there are several.
+      rows: axis 0 of every array and result is the rows of a batch, cut like a training batch where it divides.
+    """
+    meshes = [mesh for mesh in (jax.typeof(x).sharding.mesh for x in arrays) if not mesh.empty]
+    free = {name for name in meshes[0].auto_axes} if meshes else set()
+    if not free:
+        return kernel(*arrays)
+    sizes = meshes[0].shape
+    batch = tuple(axis for axis in RULES["batch"] if axis in free) if rows else ()
+    if arrays[0].shape[0] % math.prod(sizes[axis] for axis in batch):
+        batch = ()
+    along = "tensor" if "tensor" in free else None
+
+    def spec(axis: int | None) -> PartitionSpec:
+        if axis is None:
+            return PartitionSpec(batch or None)
+        return PartitionSpec(batch or None, *[None] * (axis - 1), along)
+
+    specs = tuple(spec(axis) for axis in heads)
+    outs = tuple(spec(axis) for axis in out) if isinstance(out, tuple) else spec(out)
+    over = jax.shard_map(
+        kernel, mesh=meshes[0], axis_names=free, in_specs=specs, out_specs=outs, check_vma=False
+    )
+    return over(*arrays)
 
 
 def shardings(tree: Tree, mesh: jax.sharding.Mesh) -> Tree:

@@ -294,7 +294,6 @@ class Engine:
         mesh.check(self.cfg, self.config.slots + self.config.keep)
         if mesh.size == 1:
             return None
-        sharding.check_kernels(mesh, self.kernels)
         return mesh.build()
 
     def _reachable(self, policy: Policy, concurrency: int) -> set[Bucket]:

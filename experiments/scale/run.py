@@ -111,6 +111,7 @@ def compile_case(model: str, text: str) -> dict[str, Any]:
     from atlas_jax.decode.state import init_state
     from atlas_jax.kernels.backends import Kernels
     from atlas_jax.lab.collectives import count_collectives, ideal_collectives
+    from atlas_jax.lab.crosscompile import CHIPS
     from atlas_jax.model.mixers import leaf_dtype
     from atlas_jax.presets import abstract_params, preset
 
@@ -125,7 +126,8 @@ def compile_case(model: str, text: str) -> dict[str, Any]:
     devices = mesh.build(gpus())
     shard = lambda leaf, place: math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     per_device = lambda tree: sum(jax.tree.leaves(jax.tree.map(shard, tree, sharding.shardings(tree, devices))))
-    programs = Programs(cfg, StepConfig(), Kernels(), DRAFTS, SLOTS, params, state, mesh, devices)
+    kernels = Kernels("triton", "triton", "triton", capability=CHIPS[CHIP].capability)  # what "auto" is there
+    programs = Programs(cfg, StepConfig(), kernels, DRAFTS, SLOTS, params, state, mesh, devices)
     began = time.perf_counter()
     key = Bucket(LINES, k, LINES * k, head=True)
     programs.compile([key], {"xla_gpu_autotune_level": 0})

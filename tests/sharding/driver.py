@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from atlas_jax import sharding
 from atlas_jax.config import ModelConfig
@@ -23,6 +25,7 @@ from atlas_jax.decode.requests import Request
 from atlas_jax.depth.policies import Fixed
 from atlas_jax.kernels.backends import Kernels
 from atlas_jax.sharding import Mesh
+from atlas_jax.train.objectives import base_loss
 
 ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("check_mesh", ROOT / "scripts" / "check_mesh.py")
@@ -65,20 +68,44 @@ def trained(meshes: list[str]) -> dict[str, float]:
         return {text: float(abs(curve(Mesh.parse(text)) - alone).max()) for text in meshes}
 
 
-def with_kernels(meshes: list[str]) -> dict[str, bool]:
-    """Pallas kernels, interpreted, on a mesh that spreads sequences: the tokens of the reference on one device."""
-    sizes = {"gdn_key_dim": 16, "gdn_value_dim": 16, "gdn_key_heads": 1, "gdn_value_heads": 2, "hidden_size": 16}
-    cfg: ModelConfig = dataclasses.replace(check_mesh.DENSE, layers=("gdn",), **sizes)
-    params = check_mesh.random_params(cfg)
+PALLAS = Kernels("triton", "triton", "triton", interpret=True)
+# Sizes that the kernels have, of heads that `tensor=2` divides.
+SMALL: ModelConfig = dataclasses.replace(
+    check_mesh.DENSE,
+    **{"gdn_key_dim": 16, "gdn_value_dim": 16, "gdn_key_heads": 2, "gdn_value_heads": 4},
+    **{"hidden_size": 16, "q_heads": 4, "kv_heads": 2, "head_dim": 16},
+)
 
-    def run(mesh: Mesh, kernels: Kernels) -> list[tuple[int, ...]]:
+
+def with_kernels(meshes: list[str]) -> dict[str, dict]:
+    """Pallas kernels, interpreted, on a mesh: the tokens and the gradients of the reference on one device."""
+    params = check_mesh.random_params(SMALL)
+    rng = np.random.default_rng(0)
+    batch = (rng.integers(0, SMALL.vocab_size, (4, 20)).astype(np.int32), np.ones((4, 20), np.float32))
+    packed = (np.arange(20) // 7 * np.ones((4, 1))).astype(np.int32)
+
+    def tokens(mesh: Mesh, kernels: Kernels) -> list[tuple[int, ...]]:
         config = EngineConfig(slots=4, context=48, max_drafts=1, prefill=(16,), kernels=kernels, mesh=mesh)
         asked = [Request(tuple(range(n)), 6, ignore_eos=True) for n in (3, 20, 7, 1)]
-        return [completion.tokens for completion in Engine(params, cfg, config, Fixed(1)).generate(asked)]
+        return [completion.tokens for completion in Engine(params, SMALL, config, Fixed(1)).generate(asked)]
 
-    wanted = run(Mesh(), Kernels())
-    pallas = Kernels(gdn_step="triton", interpret=True)
-    return {text: run(Mesh.parse(text), pallas) == wanted for text in meshes}
+    def gradients(mesh: Mesh, kernels: Kernels) -> list[np.ndarray]:
+        own, rows = params, (*batch, packed)
+        if mesh.size > 1:
+            devices = mesh.build()
+            own, rows = sharding.place(own, devices), sharding.place_batch(rows, devices)
+        loss = lambda params, *rows: jnp.divide(*base_loss(params, SMALL, *rows, kernels=kernels))
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(own, *rows))]
+
+    wanted, slopes = tokens(Mesh(), Kernels()), gradients(Mesh(), Kernels())
+    found = {}
+    for mesh in map(Mesh.parse, meshes):
+        apart = [np.abs(a - b).max() for a, b in zip(slopes, gradients(mesh, PALLAS), strict=True)]
+        found[str(mesh)] = {
+            "equal": tokens(mesh, PALLAS) == wanted,
+            "gradients_apart": float(max(apart) / max(np.abs(leaf).max() for leaf in slopes)),
+        }
+    return found
 
 
 if __name__ == "__main__":

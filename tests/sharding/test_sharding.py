@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from tiny_models import TINY
 from train.models import random_params
 
@@ -16,7 +16,6 @@ from atlas_jax.config import MoEConfig
 from atlas_jax.decode.config import EngineConfig
 from atlas_jax.decode.engine import Engine
 from atlas_jax.decode.state import init_state
-from atlas_jax.kernels.backends import Kernels
 from atlas_jax.lab.collectives import count_collectives, ideal_collectives
 from atlas_jax.model import mtp
 from atlas_jax.model.trunk import logits, trunk
@@ -61,9 +60,30 @@ def test_an_engine_refuses_a_mesh_before_it_does_anything():
         Engine(params, TINY, EngineConfig(mesh=Mesh(tensor=2)))
     with pytest.raises(MeshError, match=r"takes 64 devices and there are 1 \(cpu\)"):
         Engine(params, TINY, EngineConfig(slots=64, mesh=Mesh(64)))
-    with pytest.raises(MeshError, match="triton kernels run where only `data` is cut, not on data=2,fsdp=2"):
-        sharding.check_kernels(Mesh(data=2, fsdp=2), Kernels(gdn_step="triton"))
-    sharding.check_kernels(Mesh(data=2), Kernels(gdn_step="triton"))
+
+
+@pytest.mark.parametrize(
+    ("outside", "rows", "cut", "lines"),
+    [((), 8, False, 8), ((), 8, True, 2), ((), 6, True, 6), (("data",), 8, True, 4), (("data",), 6, True, 3)],
+)
+def test_a_kernel_gets_each_device_s_own_heads(outside, rows, cut, lines):
+    """And its rows of a batch where they divide; inside a `shard_map` over sequences, what that has left."""
+    mesh = AbstractMesh((2, 2, 1, 4), ("data", "fsdp", "expert", "tensor"), axis_types=(AxisType.Auto,) * 4)
+    place = NamedSharding(mesh, PartitionSpec())
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+    seen = set()
+
+    def kernel(heads, others):
+        seen.add((heads.shape, others.shape))
+        return others, heads
+
+    run = lambda heads, others: sharding.by_heads(kernel, (heads, others), (2, None), (None, 2), rows=cut)
+    if outside:
+        whole = PartitionSpec()
+        run = jax.shard_map(run, mesh=mesh, axis_names={*outside}, in_specs=whole, out_specs=whole, check_vma=False)
+    others, heads = jax.jit(run).trace(array(rows, 3, 8), array(rows, 5)).out_info
+    assert seen == {((lines, 3, 2), (lines, 5))}
+    assert heads.shape == (rows, 3, 8) and others.shape == (rows, 5)
 
 
 def test_every_array_has_a_place():

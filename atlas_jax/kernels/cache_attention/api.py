@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from atlas_jax import sharding
 from atlas_jax.kernels.backends import Backend, BackendError
 from atlas_jax.kernels.cache_attention import xla
 from atlas_jax.kernels.cache_attention.tiles import tile_for
@@ -61,7 +64,8 @@ def cache_attention(
         from atlas_jax.kernels.cache_attention import pallas_triton
 
         tile = tile_for(capability, jnp.promote_types(q.dtype, pool.dtype).name)
-        return pallas_triton.cache_attention(*arguments, tile=tile, interpret=interpret)
+        run = functools.partial(pallas_triton.cache_attention, tile=tile, interpret=interpret)
+        return sharding.by_heads(run, arguments, heads=(2, None, None, None, 2), out=2)
     if backend != "xla":
         raise BackendError(f"cache_attention has no backend {backend!r}; it has xla, triton")
     return xla.cache_attention(*arguments)

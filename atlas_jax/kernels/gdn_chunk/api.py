@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from atlas_jax import sharding
 from atlas_jax.kernels.backends import Backend, BackendError
 from atlas_jax.kernels.gdn_chunk import xla
 from atlas_jax.kernels.gdn_chunk.tiles import tile_for
@@ -51,4 +54,5 @@ def gdn_chunk(
     from atlas_jax.kernels.gdn_chunk import pallas_triton  # when asked for: a later jax may not have it
 
     tile = tile_for(capability, k.dtype.name)
-    return pallas_triton.gdn_chunk(state, q, k, v, g, beta, tile=tile, interpret=interpret)
+    run = functools.partial(pallas_triton.gdn_chunk, tile=tile, interpret=interpret)
+    return sharding.by_heads(run, (state, q, k, v, g, beta), heads=(1, 2, 2, 2, 2, 2), out=(2, 1), rows=True)

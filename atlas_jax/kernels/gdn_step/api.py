@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from atlas_jax import sharding
 from atlas_jax.kernels.backends import Backend, BackendError
 from atlas_jax.kernels.gdn_step import xla
 from atlas_jax.kernels.gdn_step.tiles import tile_for
@@ -52,15 +56,15 @@ def gdn_step(
     and for shapes that a kernel doesn't have.
     """
     arguments = (pool, slots, q, k, v, g, beta, num_pending, num_rows)
-    # Imported when asked for: not every jax has both.
-    if backend == "triton":
-        from atlas_jax.kernels.gdn_step import pallas_triton
-
-        return pallas_triton.gdn_step(*arguments, tile=tile_for(capability), interpret=interpret)
-    if backend == "mosaic":
-        from atlas_jax.kernels.gdn_step import pallas_mosaic
-
-        return pallas_mosaic.gdn_step(*arguments, tile=tile_for(capability), interpret=interpret)
+    if backend in ("triton", "mosaic"):
+        kernel: Any
+        # Imported when asked for: not every jax has both.
+        if backend == "triton":
+            from atlas_jax.kernels.gdn_step import pallas_triton as kernel
+        else:
+            from atlas_jax.kernels.gdn_step import pallas_mosaic as kernel
+        run = functools.partial(kernel.gdn_step, tile=tile_for(capability), interpret=interpret)
+        return sharding.by_heads(run, arguments, heads=(1, None, 2, 2, 2, 2, 2, None, None), out=(2, 1))
     if backend not in ("xla", "sequential"):
         raise BackendError(f"gdn_step has no backend {backend!r}; it has xla, sequential, triton, mosaic")
 
