@@ -52,10 +52,14 @@ class Programs:
 
     def compile(self, keys: Iterable[Key], options: Mapping[str, Any] | None = None) -> None:
         """Compile side by side what is not compiled yet; all of it where XLA `options` are given."""
-        lowered = {key: self._lower(key) for key in keys if options is not None or key not in self.compiled}
         with ThreadPoolExecutor(max_workers=4) as pool:
-            compiled = pool.map(lambda program: program.compile(options), lowered.values())
-            self.compiled |= dict(zip(lowered, compiled, strict=True))
+            # One thread traces while the others compile what is traced already.
+            jobs = {
+                key: pool.submit(self._lower(key).compile, options)
+                for key in keys
+                if options is not None or key not in self.compiled
+            }
+            self.compiled |= {key: job.result() for key, job in jobs.items()}
 
     def _lower(self, key: Key) -> Any:
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)

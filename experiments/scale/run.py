@@ -58,7 +58,7 @@ def main(config: Config) -> dict[str, Any]:
     if config.again:
         kept = {name: row for name, row in kept.items() if name not in asked}
     for name in asked:
-        if name not in kept:
+        if name not in kept or "error" in kept[name]:
             print(f"compiling {name} ...", file=sys.stderr, flush=True)
             kept[name] = in_process(*names[name])
             path.write_text(json.dumps(kept, indent=1) + "\n")
@@ -86,6 +86,7 @@ def in_process(model: str, mesh: str) -> dict[str, Any]:
             "PYTHONPATH": os.pathsep.join([*sys.path, *map(str, wheels.paths)]),
             "JAX_PLATFORMS": "cpu",
             "TF_CPP_MIN_LOG_LEVEL": "2",
+            "JAX_TRACEBACK_FILTERING": "off",  # else its notice, and not the error, is what comes last
             "CUDA_ROOT": str(cuda),
             "PATH": f"{cuda / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
         }

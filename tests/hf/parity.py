@@ -84,13 +84,14 @@ def build(name, ratio, tied, vocab=97):
 def randomise(module):
     with torch.no_grad():
         for name, weight in module.named_parameters():
-            spread = 0.2 if weight.ndim > 1 else 0.3
             if "A_log" in name:
                 weight.uniform_(-3, 1)
-            elif "dt_bias" not in name:
-                weight.add_(spread * torch.randn_like(weight))
-            else:
-                weight.copy_(torch.randn_like(weight))
+            elif "dt_bias" in name:
+                weight.normal_()
+            elif weight.ndim > 1:  # written, not added to: a module outside their model holds memory never set
+                weight.normal_(std=0.2)
+            else:  # norms, about the 0 or 1 that they begin with
+                weight.add_(0.3 * torch.randn_like(weight))
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-r{case[1]}{'-tied' * case[2]}")

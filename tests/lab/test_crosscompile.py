@@ -5,7 +5,10 @@ Tests that compile for a GPU need the compilers that `make gate` fetches, and ar
 
 import dataclasses
 import json
+import re
+import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -213,12 +216,17 @@ condition:
 009: kWhile        [prev=005 (1)   | next=118 (1) ]
 """  # noqa: E501
 
+NEWER_THUNKS = re.sub(
+    r"(gdn_step|other) (.*)  shared_memory: (\d+) bytes", r"kernel=\1, \2, shmem_bytes=\3, x=true", THUNKS
+)
 
-def test_reports_of_compilers_are_read():
-    step, other = reports.kernels([(PTX, PTXAS)], THUNKS)
+
+@pytest.mark.parametrize("thunks", [THUNKS, NEWER_THUNKS], ids=["jax before 0.12.1", "jax 0.12.1"])
+def test_reports_of_compilers_are_read(thunks):
+    step, other = reports.kernels([(PTX, PTXAS)], thunks)
     assert step == Kernel("gdn_step", registers=255, spill_bytes=4160, shared_bytes=528, loads=3, stores=1)
     assert other == Kernel("other", registers=24, spill_bytes=0, shared_bytes=0, loads=0, stores=1)
-    assert reports.launches(THUNKS) == (3, 2)
+    assert reports.launches(thunks) == (3, 2)
 
 
 KERNELS = (Kernel("gdn_step", 72, 0, 512, 9, 2), Kernel("cache_attention", 130, 0, 74752, 8, 10))
@@ -249,18 +257,23 @@ def test_temporaries_that_grow_with_the_pool_fail():
     assert row.kernels_per_layer == 10.0  # 24 layers against 4
 
 
-def test_compilers_that_are_missing_or_of_another_version_are_an_error(tmp_path):
+@pytest.mark.parametrize("plugin, folder", [("jax-cuda12-plugin", "cuda_nvcc"), ("jax-cuda13-plugin", "cu13")])
+def test_compilers_that_are_missing_or_of_another_version_are_an_error(tmp_path, plugin, folder):
     def pretend(name, version):
         info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        return info
 
-    with pytest.raises(CrossCompileError, match=r"jax-cuda12-plugin.*make gate"):
+    with pytest.raises(CrossCompileError, match=rf"{plugin}.*make gate"):
         Wheels.find(tmp_path)
-    pretend("jax-cuda12-plugin", "0.1.2")
+    old = pretend(plugin, "0.1.2")
     with pytest.raises(CrossCompileError, match="ptxas"):
         Wheels.find(tmp_path)
-    (tmp_path / "nvidia" / "cuda_nvcc" / "bin").mkdir(parents=True)
-    (tmp_path / "nvidia" / "cuda_nvcc" / "bin" / "ptxas").touch()
+    (tmp_path / "nvidia" / folder / "bin").mkdir(parents=True)
+    (tmp_path / "nvidia" / folder / "bin" / "ptxas").touch()
     with pytest.raises(CrossCompileError, match=r"0\.1\.2.*must be the same"):
         Wheels.find(tmp_path)
+    shutil.rmtree(old)
+    pretend(plugin, version("jaxlib"))
+    assert Wheels.find(tmp_path).ptxas == tmp_path / "nvidia" / folder / "bin" / "ptxas"

@@ -17,6 +17,8 @@ from typing import Any
 from atlas_jax.lab.crosscompile.chips import Chip
 from atlas_jax.lab.crosscompile.reports import Report
 
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")  # either compiles for every chip of chips.py
+
 
 class CrossCompileError(RuntimeError):
     """Nothing can be compiled on this machine; the message says what is missing and how to get it."""
@@ -63,13 +65,13 @@ class Wheels:
             folder = folder.resolve() if folder.is_dir() else None
         path = [str(folder)] if folder else sys.path
         found = {dist.name.lower().replace("_", "-"): dist for dist in distributions(path=path)}
-        plugin = next((found[name] for name in ("jax-cuda12-plugin", "jax-cuda13-plugin") if name in found), None)
+        plugin = next((found[name] for name in PLUGINS if name in found), None)
         ptxas = next((at for root in path for at in Path(root).glob("nvidia/*/bin/ptxas")), None)
         fix = "`make gate` fetches it"
         if plugin is None:
-            raise CrossCompileError(f"jax's CUDA plugin (jax-cuda12-plugin) is not installed; {fix}")
+            raise CrossCompileError(f"jax's CUDA plugin ({' or '.join(PLUGINS)}) is not installed; {fix}")
         if ptxas is None:
-            raise CrossCompileError(f"ptxas (nvidia-cuda-nvcc-cu12) is not installed; {fix}")
+            raise CrossCompileError(f"ptxas (nvidia-cuda-nvcc-cu12 or nvidia-cuda-nvcc) is not installed; {fix}")
         if plugin.version != version("jaxlib"):
             raise CrossCompileError(
                 f"{plugin.name} is {plugin.version} and jaxlib is {version('jaxlib')}; they must be the same; {fix}"

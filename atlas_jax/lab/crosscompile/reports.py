@@ -63,11 +63,14 @@ _ENTRY = re.compile(
     re.S,
 )
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
-_THUNK = re.compile(
-    r"^(?P<indent> *)\d+: (?P<kind>k\w+)\s+\[[^\]]*\]\s*(?P<name>\S*)(?:.*shared_memory: (?P<shared>\d+) bytes)?", re.M
+_THUNK = re.compile(  # of jax 0.12.1: "kernel=name, ..., shmem_bytes=512"; before: "name ... shared_memory: 512 bytes"
+    r"^(?P<indent> *)\d+: (?P<kind>k\w+)\s+\[[^\]]*\]\s*(?:kernel=)?(?P<name>[^\s,]*)"
+    r"(?:.*(?:shared_memory: |shmem_bytes=)(?P<shared>\d+))?",
+    re.M,
 )
 # Thunks that only hold others, and those that launch nothing.
 _CONTAINERS = {"kWhile", "kConditional", "kSequential", "kCommandBuffer", "kWaitForStreams"}
+_CONTAINERS |= {"kAsyncStart", "kAsyncDone", "kDynamicSliceFusion"}
 
 
 def kernels(ptxas: Iterable[tuple[str, str]], thunks: str) -> tuple[Kernel, ...]:

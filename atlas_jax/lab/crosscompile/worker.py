@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType
 
 from atlas_jax.lab.crosscompile import reports
 from atlas_jax.lab.crosscompile.chips import CHIPS, Chip
@@ -49,7 +49,7 @@ class Compiler:
         _write_shim(cuda / "bin" / "ptxas", ptxas, self._kept)
         if (nvvm := ptxas.parents[1] / "nvvm").is_dir():  # libdevice: exp and its like
             (cuda / "nvvm").symlink_to(nvvm)
-        self.chip, self._sharding = chip, SingleDeviceSharding(_device(chip))
+        self.chip, self._sharding = chip, _sharding(_device(chip))
 
     def report(self, name: str, make: Callable[[], Program]) -> reports.Report:
         """Trace, lower and compile what `make` returns. Whatever goes wrong is in the report."""
@@ -100,6 +100,15 @@ def _device(chip: Chip) -> jax.Device:
     except Exception:
         _register_plugin()
         return make().devices[0]
+
+
+def _sharding(device: jax.Device) -> jax.sharding.Sharding:
+    """All of an array on the one device."""
+    try:
+        from jax.sharding import make_single_device_sharding as make
+    except ImportError:  # jax < 0.12.1
+        from jax.sharding import SingleDeviceSharding as make
+    return make(device)
 
 
 def _register_plugin() -> None:
