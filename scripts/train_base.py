@@ -12,6 +12,7 @@ Runs live in `--run`; the finished model (bfloat16, Hugging Face layout) goes to
 
 import json
 import shutil
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from atlas_jax.config import ConfigError, ModelConfig
 from atlas_jax.kernels.backends import choose
 from atlas_jax.model.modules import Model
 from atlas_jax.train.batches import packed_batch
-from atlas_jax.train.corpora import load_prose
+from atlas_jax.train.corpora import CorpusError, load_prose
 from atlas_jax.train.deepen import deepen
 from atlas_jax.train.loop import Run, Schedule, train
 from atlas_jax.train.losses import agreement, distillation
@@ -34,6 +35,7 @@ from atlas_jax.train.tokens import load_tokenizer, tokenize
 from atlas_jax.train.tools_text import load_tools
 from atlas_jax.train.unroll import Unroll, from_tokens, head_loss
 from atlas_jax.weights.checkpoint import load_model, save_model
+from atlas_jax.weights.shards import WeightError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -84,6 +86,8 @@ class Config:
 
 def main(config: Config) -> dict[str, Any]:
     """Trains the stages asked for, writes the model, and prints a last line of JSON."""
+    if config.layers < PERIOD or config.layers % PERIOD:
+        raise ConfigError(f"--layers {config.layers}: whole periods of {PERIOD} layers, please")
     kernels = choose()
     print(kernels.describe())
     tokenizer = load_tokenizer(config.tokenizer)
@@ -93,8 +97,6 @@ def main(config: Config) -> dict[str, Any]:
     batches = lambda step: packed_batch(
         train_sets, config.tools, step, config.batch, config.length, config.seed, config.reply_weight
     )
-    if config.layers < PERIOD or config.layers % PERIOD:
-        raise ConfigError(f"--layers {config.layers}: whole periods of {PERIOD} layers, please")
     cfg = replace(SMALL, layers=SMALL.layers[:PERIOD] * (config.layers // PERIOD))
     if config.grow is None:
         base = Model(cfg, rngs=nnx.Rngs(config.seed)).params()
@@ -173,4 +175,7 @@ def main(config: Config) -> dict[str, Any]:
 if __name__ == "__main__":
     import tyro
 
-    main(tyro.cli(Config))
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except (ConfigError, CorpusError, FloatingPointError, WeightError) as error:
+        sys.exit(f"error: {error}")

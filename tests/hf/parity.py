@@ -6,7 +6,6 @@ that a missing `1 + w` or a transposed state fails; 1, 2 and 4 value heads a key
 """
 
 import dataclasses
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from load_script import script
 from safetensors.numpy import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
@@ -277,9 +277,7 @@ def test_scripts_take_a_directory_that_they_wrote(name, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="200KB")
     shutil.copy(SMALL / "tokenizer.json", tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}: {% endfor %}")
-    spec = importlib.util.spec_from_file_location("generate", SMALL.parents[1] / "scripts" / "generate.py")
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
+    generate = script("generate")
     config = generate.Config("Ahoy", model=tmp_path, policy="plain", max_new_tokens=24, chat=True)
     result = generate.main(config)
     assert theirs[-1] == end and result["tokens"] == len(theirs) < 24 and result["finished"] != "length"

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from scripts.test_scripts import script
+from load_script import script
 
 from atlas_jax.depth.ladder import parse_ladder
 

@@ -1,7 +1,6 @@
 """The device scripts, as far as a CPU proves them: the byte model, the GPU path with made-up times, failures kept."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from load_script import script
 from tiny_models import TINY
 
 from atlas_jax import presets
@@ -27,13 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CELL_KEYS = {"kernel", "spec", "n", "rows", "pending", "us", "bytes", "share_of_copy", "against"}
 H200 = backends.Target("gpu", "NVIDIA H200", (9, 0), (0, 11, 2))
 COPY = 4e12
-
-
-def script(name):
-    loaded = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(loaded)
-    loaded.loader.exec_module(module)
-    return module
 
 
 def ran(module, capsys, *args):

@@ -1,14 +1,13 @@
 """The rollback bench: bytes are those of the shapes, ratios and equality those of the runs, its last line is whole."""
 
-import importlib.util
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from load_script import script
 from tiny_models import TINY
 
 from atlas_jax.decode.plan import Bucket
@@ -19,16 +18,12 @@ from atlas_jax.lab.forced import ForcedAcceptance, ForcedDrafter, ForcedError
 from atlas_jax.presets import preset, random_params
 from atlas_jax.weights.checkpoint import save_model
 
-ROOT = Path(__file__).resolve().parents[2]
 FORCED = ForcedAcceptance((1.0,))
 
 
 @pytest.fixture
 def bench():
-    spec = importlib.util.spec_from_file_location("bench_rollback", ROOT / "scripts" / "bench_rollback.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("bench_rollback")
 
 
 @pytest.mark.slow

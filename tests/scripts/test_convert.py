@@ -1,7 +1,6 @@
 """`convert` and `stitch` end to end: what they print last is JSON and true, and a failure is one line."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from load_script import script
 from weights.release import CFG, MOE, write_release
 
 from atlas_jax.config import ConfigError
@@ -29,13 +29,6 @@ FIELDS = {
     "raw_read_seconds",
     "peak_rss_mb",
 }
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_convert_reports_every_tensor_and_writes_a_copy(tmp_path, capsys):

@@ -1,12 +1,12 @@
 """Scripts on directories as Hugging Face has them: their own end tokens and chat templates, with and without a head."""
 
 import dataclasses
-import importlib.util
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from load_script import script
 from scripts.test_scripts import offline  # noqa: F401 (a fixture)
 from tiny_models import TINY
 from weights.release import write_release
@@ -20,13 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CFG = dataclasses.replace(TINY, vocab_size=2048, tie_embeddings=True, eos_ids=(0,))
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.role }}: {{ message.content }}<|im_end|>{% endfor %}"
 END = 2  # <|im_end|>
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripts.test_scripts import last_line, model, offline, script  # noqa: F401 (fixtures)
+from load_script import script
+from scripts.test_scripts import last_line, model, offline  # noqa: F401 (fixtures)
 
 from atlas_jax import devices
 from atlas_jax.decode.telemetry import Acceptance

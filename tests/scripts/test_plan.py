@@ -1,11 +1,10 @@
 """The plan of a model from its config alone: published sizes, floors that can be worked out by hand, and what fits."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from load_script import script
 from tiny_models import TINY
 
 from atlas_jax.config import ConfigError
@@ -13,7 +12,7 @@ from atlas_jax.lab import plan as lab
 from atlas_jax.lab.plan import GPUS, Gpu, draft_floor_ms, fit, floor_ms, footprint, slot_bytes
 from atlas_jax.presets import PRESETS, param_count, preset, random_params
 
-ROOT = Path(__file__).resolve().parents[2]
+plan = script("plan")
 FIELDS = {
     "weight_bytes",
     "gdn_state_bytes_per_sequence",
@@ -38,14 +37,6 @@ PUBLISHED = {
     "qwen3.5-122b-a10b": (144, 2592, 24576, 2048),
     "qwen3.5-397b-a17b": (180, 3240, 30720, 2048),
 }
-
-
-@pytest.fixture
-def script():
-    spec = importlib.util.spec_from_file_location("plan", ROOT / "scripts" / "plan.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -112,16 +103,16 @@ def test_what_fits_is_the_largest_that_fits():
     assert (nothing.max_slots, nothing.max_context) == (0, 0) and nothing.free_bytes < 0
 
 
-def test_the_script_takes_a_preset_or_a_directory(script, tmp_path, capsys):
+def test_the_script_takes_a_preset_or_a_directory(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(preset("qwen3.5-4b").to_hf()))
     results = []
     for model in ("qwen3.5-4b", str(tmp_path)):
-        results.append(script.main(script.parse([model, "--json"])))
+        results.append(plan.main(plan.parse([model, "--json"])))
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == 1 and json.loads(lines[0]) == results[-1]
     assert results[0].keys() >= FIELDS and results[0]["floor_ms"].keys() >= {"1x1", "32x4"}
     assert results[0] | {"model": ""} == results[1] | {"model": ""}
-    script.main(script.parse(["qwen3.5-397b-a17b", "--gpu", "h100", "--slots", "4"]))
+    plan.main(plan.parse(["qwen3.5-397b-a17b", "--gpu", "h100", "--slots", "4"]))
     out = capsys.readouterr().out
     assert "does NOT fit" in out and "draft pass" in out
     assert footprint(preset("qwen3.5-4b")).weight_bytes == json.loads(json.dumps(results[0]))["weight_bytes"]
@@ -135,6 +126,6 @@ def test_the_script_takes_a_preset_or_a_directory(script, tmp_path, capsys):
         (["qwen3.5-4b", "--context", "999999"], "exceeds the model's 262144"),
     ],
 )
-def test_plans_that_make_no_sense_are_refused(script, args, word):
+def test_plans_that_make_no_sense_are_refused(args, word):
     with pytest.raises(ConfigError, match=word):
-        script.main(script.parse(args))
+        plan.main(plan.parse(args))

@@ -1,7 +1,6 @@
 """The scripts end to end on a tiny random model, offline: what they print last is JSON, and it is true."""
 
 import dataclasses
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_models
 from flax import nnx
+from load_script import script
 
 from atlas_jax.lab import bench as lab
 from atlas_jax.model.modules import Model
@@ -44,13 +44,6 @@ def offline(monkeypatch):
 
     monkeypatch.setattr(corpora, "fetch", fetch)
     monkeypatch.setattr(tools_text, "fetch", fetch)
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def last_line(capsys):
